@@ -1,0 +1,116 @@
+"""What to train: the model, the batch, the numbers it is computed in, the optimizer and the data."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from mixfleet.errors import InputError
+from mixfleet.model.spec import Model
+from mixfleet.spec import Spec
+
+PrecisionName = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
+
+
+class Precision(Spec, frozen=True, kw_only=True):
+    """Bytes per element of everything that training keeps.
+
+    Mixed precision holds weights in the compute type, accumulates gradients in `gradient_bytes`, and keeps fp32
+    master weights beside the optimizer's moments.
+    """
+
+    name: PrecisionName
+    compute_bytes: int
+    weight_bytes: int
+    gradient_bytes: int
+    master_bytes: int
+
+
+PRECISIONS: dict[str, Precision] = {
+    "fp64": Precision(name="fp64", compute_bytes=8, weight_bytes=8, gradient_bytes=8, master_bytes=0),
+    "fp32": Precision(name="fp32", compute_bytes=4, weight_bytes=4, gradient_bytes=4, master_bytes=0),
+    "tf32": Precision(name="tf32", compute_bytes=4, weight_bytes=4, gradient_bytes=4, master_bytes=0),
+    "bf16": Precision(name="bf16", compute_bytes=2, weight_bytes=2, gradient_bytes=4, master_bytes=4),
+    "fp16": Precision(name="fp16", compute_bytes=2, weight_bytes=2, gradient_bytes=4, master_bytes=4),
+}
+
+
+class Optimizer(Spec, frozen=True, kw_only=True):
+    """AdamW (Loshchilov and Hutter, 2019) or SGD with momentum, as PyTorch defines them."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    lr: float = 3e-4
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    momentum: float = 0.0
+    warmup_steps: int = 0
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    decay_steps: int = 0
+    """Step at which the decay ends; 0 is the job's `steps`."""
+    min_lr: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.lr <= 0:
+            raise InputError(f"optimizer.lr is {self.lr}; it must be positive")
+        for field in ("eps", "weight_decay", "momentum", "warmup_steps", "decay_steps", "min_lr"):
+            if getattr(self, field) < 0:
+                raise InputError(f"optimizer.{field} is {getattr(self, field)}; it cannot be negative")
+
+    @property
+    def moments(self) -> int:
+        """Tensors of state per parameter, besides master weights."""
+        return 2 if self.name == "adamw" else int(self.momentum > 0)
+
+
+class Data(Spec, frozen=True, kw_only=True):
+    """Where samples come from. A sample is `seq_len + 1` consecutive tokens; the order belongs to the job."""
+
+    kind: Literal["synthetic", "text", "tokens"] = "synthetic"
+    path: str = ""
+    """A text file or directory (byte-level tokens), or a `.bin` file of uint16 tokens."""
+
+    def __post_init__(self) -> None:
+        if self.kind != "synthetic" and not self.path:
+            raise InputError(f"data.path is empty; kind {self.kind!r} needs a file or directory")
+
+
+class Job(Spec, frozen=True, kw_only=True, dict=True):
+    """One training job. `global_batch` counts sequences per optimizer step."""
+
+    name: str
+    model: Model
+    seq_len: int
+    global_batch: int
+    precision: PrecisionName = "bf16"
+    gradient_precision: Literal["", "fp32", "bf16", "fp16"] = ""
+    """Type in which gradients are accumulated and reduced; empty is the default of the precision."""
+    optimizer: Optimizer = Optimizer()
+    clip_norm: float = 0.0
+    """Largest norm of the whole gradient; 0 does not clip."""
+    attention: Literal["auto", "fused", "eager"] = "auto"
+    """`auto` is fused (no s*s scores kept) where the device has a fused kernel."""
+    steps: int = 100
+    seed: int = 0
+    data: Data = Data()
+    objective: Literal["time", "cost"] = "time"
+
+    def __post_init__(self) -> None:
+        for field in ("seq_len", "global_batch", "steps"):
+            if getattr(self, field) <= 0:
+                raise InputError(f"{field} is {getattr(self, field)}; it must be positive")
+        if self.clip_norm < 0:
+            raise InputError(f"clip_norm is {self.clip_norm}; it cannot be negative")
+        if self.model.max_seq_len and self.seq_len > self.model.max_seq_len:
+            raise InputError(f"seq_len is {self.seq_len}; {self.model.name} allows at most {self.model.max_seq_len}")
+
+    @property
+    def bytes(self) -> Precision:
+        """Bytes per element, with `gradient_precision` applied."""
+        base = PRECISIONS[self.precision]
+        if not self.gradient_precision:
+            return base
+        return base.replace(gradient_bytes=4 if self.gradient_precision == "fp32" else 2)
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.global_batch * self.seq_len

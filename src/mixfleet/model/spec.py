@@ -1,0 +1,176 @@
+"""The language of models.
+
+Sizes are symbolic in micro-batch `b`, sequence length `s` and tensor-parallel degree `t`, so that a model is built
+once and priced for any plan. A `Size` is a sum of monomials `coefficient * b^i * s^j / t^k`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+from mixfleet.spec import Spec
+
+
+class Term(NamedTuple):
+    """`coef * b**b * s**s / t**t`"""
+
+    coef: float
+    b: int = 0
+    s: int = 0
+    t: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A symbolic count. Build it from `Size.of(3)`, `B`, `S`, `T` with `+`, `*` and `/`."""
+
+    terms: tuple[Term, ...] = ()
+
+    @staticmethod
+    def of(value: Size | float) -> Size:
+        return value if isinstance(value, Size) else Size((Term(value),) if value else ())
+
+    def __add__(self, other: Size | float) -> Size:
+        coefs: dict[tuple[int, int, int], float] = {}
+        for term in self.terms + Size.of(other).terms:
+            coefs[term[1:]] = coefs.get(term[1:], 0) + term.coef
+        return Size(tuple(Term(c, *powers) for powers, c in sorted(coefs.items())))
+
+    def __radd__(self, other: float) -> Size:
+        return self + other
+
+    def __mul__(self, other: Size | float) -> Size:
+        total = Size()
+        for x in self.terms:
+            for y in Size.of(other).terms:
+                total += Size((Term(x.coef * y.coef, x.b + y.b, x.s + y.s, x.t + y.t),))
+        return total
+
+    def __rmul__(self, other: float) -> Size:
+        return self * other
+
+    def __truediv__(self, other: Size | float) -> Size:
+        (d,) = Size.of(other).terms
+        return Size(tuple(Term(x.coef / d.coef, x.b - d.b, x.s - d.s, x.t - d.t) for x in self.terms))
+
+    def at(self, b: float, s: float, t: float = 1) -> float:
+        """The value for micro-batch `b`, sequence length `s`, tensor degree `t`."""
+        return sum(x.coef * b**x.b * s**x.s / t**x.t for x in self.terms)
+
+
+B, S, T = Size((Term(1, 1),)), Size((Term(1, 0, 1),)), Size((Term(1, 0, 0, -1),))
+"""Micro-batch, sequence length, tensor degree: dividing by `T` shards."""
+
+OpKind = Literal["gemm", "attention", "norm", "elementwise", "embedding", "softmax", "loss"]
+
+
+class Op(Spec, frozen=True, kw_only=True):
+    """One operator of a block, forward and backward, as it is on one rank.
+
+    `shape` names its dimensions: gemm `batch, m, n, k`; attention `batch, heads, kv_heads, q, kv, qk_dim, v_dim`;
+    row-wise kinds `rows, cols`. A multiply-add counts as two FLOPs, as in PyTorch's flop counter; attention counts
+    the full square even if `causal` (cost functions halve the time). `traffic` counts elements read and written.
+    """
+
+    name: str
+    kind: OpKind
+    shape: dict[str, Size]
+    flops: Size
+    backward_flops: Size
+    traffic: Size
+    backward_traffic: Size
+    causal: bool = False
+    window: int = 0
+    """Sliding-window length of attention; 0 is none."""
+
+
+class Param(Spec, frozen=True, kw_only=True):
+    """One parameter tensor of a block, whole (before any sharding)."""
+
+    name: str
+    shape: tuple[int, ...]
+    split: int | None = None
+    """Dimension that tensor parallelism cuts; None is replicated in the tensor-parallel group."""
+    role: Literal["dense", "embedding", "expert", "norm", "bias"] = "dense"
+    trainable: bool = True
+    tied: str = ""
+    """`block.name/param.name` of the parameter that this one is the same tensor as; counted once, there."""
+
+    @property
+    def count(self) -> int:
+        """Number of elements."""
+        n = 1
+        for d in self.shape:
+            n *= d
+        return n
+
+
+class Saved(Spec, frozen=True, kw_only=True):
+    """A tensor kept from forward to backward, in elements per rank.
+
+    `until` says which recompute mode still keeps it: `none` drops first (kept only without recompute),
+    `selective` is kept under none and selective, `full` is kept always (the block's input).
+    """
+
+    name: str
+    size: Size
+    until: Literal["none", "selective", "full"] = "selective"
+    bytes_per_element: int | None = None
+    """None: the compute type of the job; 1 for masks, 4 for fp32 statistics, 8 for indices."""
+    unfused_only: bool = False
+    """Held only where attention is not fused (no flash attention): the s*s scores."""
+
+
+class TensorComm(Spec, frozen=True, kw_only=True):
+    """A collective inside the tensor-parallel group; it carries `size` elements in total (the gathered tensor)."""
+
+    op: Literal["all_gather", "reduce_scatter", "all_reduce"]
+    phase: Literal["forward", "backward"]
+    size: Size
+    bytes_per_element: int | None = None
+
+
+class Block(Spec, frozen=True, kw_only=True, dict=True):
+    """The smallest unit of a pipeline split: an embedding, one transformer layer, a head with its loss."""
+
+    name: str
+    kind: str
+    """Blocks of equal kind are equal in everything but name: costs are computed once per kind."""
+    params: tuple[Param, ...]
+    ops: tuple[Op, ...]
+    saved: tuple[Saved, ...]
+    boundary: Size
+    """Elements of the output that go to the next block, per rank (sequence-sharded under tensor parallelism)."""
+    workspace: Size = Size()
+    """Elements of the largest temporary alive during the block (fp32 logits and their gradient for the head)."""
+    workspace_bytes_per_element: int = 4
+    tensor_comm: tuple[TensorComm, ...] = ()
+
+    @cached_property
+    def count(self) -> int:
+        """Parameters that this block owns (tied ones belong to where they point)."""
+        return sum(p.count for p in self.params if not p.tied)
+
+
+class Model(Spec, frozen=True, kw_only=True, dict=True):
+    """A chain of blocks. `config` holds the figures it was built from, and is what the runtime builds modules from."""
+
+    name: str
+    family: str
+    blocks: tuple[Block, ...]
+    hidden: int = 0
+    layers: int = 0
+    heads: int = 0
+    kv_heads: int = 0
+    vocab: int = 0
+    max_seq_len: int = 0
+    config: dict[str, Any] = {}
+    tensor_limit: tuple[tuple[str, int], ...] = ()
+    """Counts that a tensor degree must divide, such as `(("attention heads", 32), ("key/value heads", 8))`."""
+
+    @cached_property
+    def count(self) -> int:
+        """Parameters, tied ones once."""
+        return sum(b.count for b in self.blocks)
