@@ -1,0 +1,1 @@
+"""Known devices, instance shapes and models; every number with its source."""
