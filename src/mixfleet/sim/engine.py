@@ -1,0 +1,91 @@
+"""The clock and the queue: tasks that wait for others, take a fixed time or flow through shared ports.
+
+It knows no devices. Order is (time, kind of event, insertion), so equal input gives equal output to the bit.
+"""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+
+from mixfleet.sim.flow import Flow, Network
+
+
+class Graph:
+    """Tasks, numbered from 0, and what each waits for."""
+
+    def __init__(self) -> None:
+        self.duration_ns: list[int] = []
+        self.flows: list[Flow | None] = []
+        self.waits: list[int] = []
+        self.after: list[list[int]] = []
+
+    def add(self, duration_ns: int = 0, flow: Flow | None = None) -> int:
+        """A task of a fixed duration, or one that takes as long as its flow needs."""
+        if flow is not None and not flow.demands:
+            duration_ns, flow = flow.latency_ns + flow.alone_ns, None
+        self.duration_ns.append(duration_ns)
+        self.flows.append(flow)
+        self.waits.append(0)
+        self.after.append([])
+        return len(self.waits) - 1
+
+    def order(self, first: int, then: int) -> None:
+        """`then` starts when `first` has ended, at the earliest."""
+        self.after[first].append(then)
+        self.waits[then] += 1
+
+
+_END, _ENTER = 0, 1
+
+
+def run(graph: Graph) -> tuple[list[int], list[int]]:
+    """Start and end of every task in ns. Tasks that wait for each other in a circle are left at -1."""
+    durations, flows, after = graph.duration_ns, graph.flows, graph.after
+    waits = list(graph.waits)
+    start, end = [-1] * len(waits), [-1] * len(waits)
+    due = [-1] * len(waits)
+    network = Network(flows)
+    queue: list[tuple[int, int, int, int]] = []
+    inserted = now = 0
+    ready = [task for task, n in enumerate(waits) if not n]
+    while ready or queue:
+        for task in ready:  # grows while it is walked: tasks without duration end at once
+            start[task] = now
+            inserted += 1
+            one = flows[task]
+            if one is not None:
+                heappush(queue, (now + one.latency_ns, _ENTER, inserted, task))
+            elif durations[task]:
+                due[task] = now + durations[task]
+                heappush(queue, (due[task], _END, inserted, task))
+            else:
+                end[task] = now
+                for other in after[task]:
+                    waits[other] -= 1
+                    if not waits[other]:
+                        ready.append(other)
+        ready = []
+        moved = False
+        if queue:
+            now = queue[0][0]
+        while queue and queue[0][0] == now:
+            _, kind, _, task = heappop(queue)
+            one = flows[task]
+            if kind == _ENTER:
+                network.add(task, now)
+                moved = True
+            elif due[task] == now and end[task] < 0:  # else: the flow changed its speed since
+                end[task] = now
+                if one is not None:
+                    network.remove(task)
+                    moved = True
+                for other in after[task]:
+                    waits[other] -= 1
+                    if not waits[other]:
+                        ready.append(other)
+        if moved:
+            for task, ends in network.settle(now):
+                due[task] = ends
+                inserted += 1
+                heappush(queue, (ends, _END, inserted, task))
+    return start, end
