@@ -8,13 +8,21 @@ both interpreters may overlap streams as far as these allow.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import re
+from typing import TYPE_CHECKING, NamedTuple
 
+from mixfleet.errors import InputError
 from mixfleet.spec import Spec
+
+if TYPE_CHECKING:
+    from mixfleet.program.layout import Layout
+
+Value = tuple[str, int, int]
 
 F, B = "F", "B"
 SEND_ACT, RECV_ACT, SEND_GRAD, RECV_GRAD = "SA", "RA", "SG", "RG"
 GATHER, RELEASE, REDUCE, SYNC, NORM, STEP, PUBLISH = "G", "X", "R", "Y", "N", "S", "P"
+_ACTION = re.compile(r"(F|B|SA|RA|SG|RG|G|X|R|Y|N|S|P)(?:(\d+)(?::(\d+))?)?(?:\.(\d+))?(?:@(\d+))?")
 
 
 class Action(NamedTuple):
@@ -76,3 +84,70 @@ class Program(Spec, frozen=True, kw_only=True, dict=True):
 
     def role(self, pipeline: int, stage: int) -> Role:
         return next(r for r in self.roles if r.pipeline == pipeline and r.stage == stage)
+
+
+def parse_action(text: str) -> Action:
+    """The inverse of `str(action)`. Raises InputError."""
+    match = _ACTION.fullmatch(text)
+    if not match:
+        raise InputError(f"{text!r} is not an action; write for example F0:4.2, SA0:4.2@1 or S3")
+    op, lo, hi, mb, peer = match.groups()
+    first = int(lo or 0)
+    return Action(op, first, int(hi) if hi else (first + 1 if lo else 0), int(mb or -1), int(peer or -1))
+
+
+def effects(action: Action, layout: Layout, units: tuple[int, ...]) -> tuple[list[Value], list[Value]]:
+    """Names of the values that an action reads and writes on its own rank, which holds `units`.
+
+    x activations at a block boundary, g gradients there, saved what backward needs, w usable weights, shard the
+    permanent piece of sharded weights, grad the gradient as backward leaves it, acc what hop 1 accumulated,
+    own the gradient of the owned optimizer piece, opt its updated state, scale the clipping factor.
+    """
+    op, lo, hi, mb, _ = action
+    home = "shard" if layout.needed(GATHER, 0) else "w"
+    if op in (F, B):
+        mine = sorted({u for b in range(lo, hi) for u in layout.units_of_block[b]})
+        saved: list[Value] = [("saved", b, mb) for b in range(lo, hi)]
+        weights: list[Value] = [("w", u, 0) for u in mine]
+        if op == F:
+            return [("x", lo, mb), *weights], [("x", hi, mb), *saved]
+        grads: list[Value] = [("grad", u, 0) for u in mine]
+        return [("g", hi, mb), *saved, *weights, *grads], [("g", lo, mb), *saved, *grads]
+    if op == NORM:
+        return [(name, u, 0) for u in units for name in ("grad", "acc", "own")], [("scale", 0, 0)]
+    simple: dict[str, tuple[list[Value], list[Value]]] = {
+        SEND_ACT: ([("x", hi, mb)], []),
+        RECV_ACT: ([], [("x", lo, mb)]),
+        SEND_GRAD: ([("g", lo, mb)], []),
+        RECV_GRAD: ([], [("g", hi, mb)]),
+        GATHER: ([("shard", lo, 0)], [("w", lo, 0)]),
+        RELEASE: ([], [("w", lo, 0)]),
+        REDUCE: ([("grad", lo, 0), ("acc", lo, 0)], [("acc", lo, 0), ("grad", lo, 0)]),
+        SYNC: ([("grad", lo, 0), ("acc", lo, 0)], [("own", lo, 0)]),
+        STEP: ([("own", lo, 0), ("scale", 0, 0)], [("opt", lo, 0), (home, lo, 0)]),
+        PUBLISH: ([("opt", lo, 0)], [(home, lo, 0)]),
+    }
+    return simple[op]
+
+
+def dependencies(actions: tuple[Action, ...], layout: Layout, units: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Per action, the earlier ones that must have ended before it starts, besides those before it in its stream.
+
+    Read after write, write after read and write after write on the values of `effects`; only the nearest are listed.
+    """
+    writer: dict[Value, int] = {}
+    readers: dict[Value, list[int]] = {}
+    streams = [stream_of(a) for a in actions]
+    found: list[tuple[int, ...]] = []
+    for i, action in enumerate(actions):
+        reads, writes = effects(action, layout, units)
+        needs = {writer[v] for v in (*reads, *writes) if v in writer}
+        for v in writes:
+            needs.update(readers.get(v, ()))
+        found.append(tuple(sorted(j for j in needs if streams[j] != streams[i])))
+        for v in reads:
+            readers.setdefault(v, []).append(i)
+        for v in writes:
+            writer[v] = i
+            readers[v] = []
+    return tuple(found)

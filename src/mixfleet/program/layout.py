@@ -1,0 +1,462 @@
+"""Who holds which part of the state: interval sharding, the one mechanism behind DDP, ZeRO, MiCS and what lies between.
+
+The state of a block is a flat interval [0, N): its tensors one after another, those that tensor parallelism cuts
+first, each with the cut dimension moved to the front. So every tensor-parallel slice is a few intervals, whatever
+the degree. Elements that the same ranks hold in every replica form a *column* with coordinates [0, size) of its own
+(without tensor parallelism the whole block is one column; with it there is one column per slice and one for the
+replicated tensors). Inside a column the replicas of a group cut the interval into pieces, and all communication of
+state is moves of pieces. Groups of unequal size and replicas of unequal tensor degree just give other cuts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import cache, cached_property
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+from mixfleet.model.spec import Model, Param
+from mixfleet.plan import Plan
+from mixfleet.program.action import GATHER, PUBLISH, REDUCE
+
+Kind = Literal["weights", "gradients", "optimizer"]
+
+
+class Tensor(NamedTuple):
+    """A parameter inside a unit's flat interval; `row` elements per index of the cut dimension."""
+
+    key: str
+    param: Param
+    offset: int
+    rows: int
+    row: int
+
+    @property
+    def elements(self) -> int:
+        return self.rows * self.row
+
+
+class Unit(NamedTuple):
+    """State that moves together: a block's own tensors, or one tensor tied between blocks."""
+
+    number: int
+    name: str
+    blocks: tuple[int, ...]
+    tensors: tuple[Tensor, ...]
+    elements: int
+
+
+class Column(NamedTuple):
+    """Elements of a unit that the same ranks compute with: `holders[k]` in replica k, at `spans` of the interval."""
+
+    holders: tuple[tuple[int, ...], ...]
+    spans: tuple[tuple[int, int], ...]
+    size: int
+
+
+class Place(NamedTuple):
+    """Where a rank stands in the plan."""
+
+    pipeline: int
+    replica: int
+    """Number among all data-parallel replicas (`Plan.replicas`)."""
+    stage: int
+    tensor_index: int
+
+
+class Move(NamedTuple):
+    """Elements [lo, hi) of a column, from rank `src` to rank `dst`."""
+
+    src: int
+    dst: int
+    column: int
+    lo: int
+    hi: int
+
+
+class Reduction(NamedTuple):
+    """A sum over ranks. First `sums`: every contributor sends its part to the rank that adds it up; `terms` names, per
+    (adding rank, column, lo, hi), all contributors in the order of addition. Then `copies` hand the sums to the
+    other ranks that want them."""
+
+    sums: tuple[Move, ...]
+    copies: tuple[Move, ...]
+    terms: tuple[tuple[int, int, int, int, tuple[int, ...]], ...]
+
+
+class Comm(NamedTuple):
+    """What a state-moving action costs one rank, as a collective over `ranks` of a buffer of `elements`."""
+
+    op: Literal["all_reduce", "all_gather", "reduce_scatter"]
+    ranks: tuple[int, ...]
+    elements: int
+
+
+def cut(size: int, pieces: int, index: int) -> tuple[int, int]:
+    """Piece `index` of [0, size) cut into `pieces` as evenly as can be."""
+    return size * index // pieces, size * (index + 1) // pieces
+
+
+def groups(replicas: int, degree: int) -> tuple[range, ...]:
+    """Consecutive replicas in `replicas // degree` groups, larger ones first; none is smaller than the degree."""
+    count = max(1, replicas // degree)
+    size, extra = divmod(replicas, count)
+    starts = [g * size + min(g, extra) for g in range(count + 1)]
+    return tuple(range(a, b) for a, b in pairwise(starts))
+
+
+class Layout:
+    """The state layout of a plan. All answers are cached; nothing is materialized that is not asked for."""
+
+    def __init__(self, plan: Plan, model: Model) -> None:
+        self.plan = plan
+        self.model = model
+        self._replicas = plan.replicas
+        shard, n = plan.sharding, len(self._replicas)
+        self._degree: dict[Kind, int] = {"weights": min(shard.weights, n), "gradients": min(shard.gradients, n),
+                                         "optimizer": min(shard.optimizer, n)}
+        w, g, o = self._degree.values()
+        # Nested degrees are numbered so that a rank's optimizer piece lies inside its gradient piece, and that inside
+        # its weight piece: then hop 2 and publish stay among the ranks that share a piece.
+        self._nested = n % o == 0 and o % g == 0 and g % w == 0
+        self.piece = cache(self._piece)
+        self.columns = cache(self._columns)
+        self.comms = cache(self._comms)
+        self.gather, self.publish = cache(self._gather), cache(self._publish)
+        self.reduce, self.sync = cache(self._reduce), cache(self._sync)
+        self.segments = cache(self._segments)
+
+    # --- units -------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def units(self) -> tuple[Unit, ...]:
+        """One unit per block, then one per tied tensor."""
+        blocks = self.model.blocks
+        shared: dict[str, list[int]] = {}
+        for i, block in enumerate(blocks):
+            for p in block.params:
+                if p.tied:
+                    shared.setdefault(p.tied, []).append(i)
+        units = []
+        for i, block in enumerate(blocks):
+            own = [(f"{block.name}/{p.name}", p) for p in block.params if not p.tied]
+            units.append(_unit(i, block.name, (i,), [(k, p) for k, p in own if k not in shared]))
+        by_key = {f"{b.name}/{p.name}": (i, p) for i, b in enumerate(blocks) for p in b.params if not p.tied}
+        for key, others in shared.items():
+            home, param = by_key[key]
+            units.append(_unit(len(units), key, tuple(sorted({home, *others})), [(key, param)]))
+        return tuple(units)
+
+    @cached_property
+    def units_of_block(self) -> tuple[tuple[int, ...], ...]:
+        """The units that each block computes with."""
+        found: list[list[int]] = [[] for _ in self.model.blocks]
+        for unit in self.units:
+            for b in unit.blocks:
+                found[b].append(unit.number)
+        return tuple(map(tuple, found))
+
+    def units_of_stage(self, pipeline: int, stage: int) -> tuple[int, ...]:
+        """Units that a stage holds, ascending."""
+        lo, hi = self.plan.pipelines[pipeline].stages[stage].blocks
+        return tuple(sorted({u for b in range(lo, hi) for u in self.units_of_block[b]}))
+
+    # --- ranks -------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def places(self) -> dict[int, Place]:
+        """Where each rank of the plan stands."""
+        return {rank: Place(p, k, s, j)
+                for k, (p, r) in enumerate(self._replicas)
+                for s, stage in enumerate(self.plan.pipelines[p].stages)
+                for j, rank in enumerate(stage.ranks(r))}
+
+    def group(self, kind: Kind, replica: int) -> range:
+        """The replicas that share one copy of this kind of state with `replica`."""
+        return next(g for g in groups(len(self._replicas), self._degree[kind]) if replica in g)
+
+    @cached_property
+    def _groups(self) -> dict[Kind, tuple[range, ...]]:
+        return {kind: groups(len(self._replicas), d) for kind, d in self._degree.items()}
+
+    @cached_property
+    def _index(self) -> dict[Kind, tuple[tuple[int, int], ...]]:
+        """Per replica: (index of its piece, number of pieces in its group)."""
+        w, g, o = self._degree.values()
+        result: dict[Kind, tuple[tuple[int, int], ...]] = {}
+        for kind, members in self._groups.items():
+            index: list[tuple[int, int]] = []
+            for group in members:
+                for k in group:
+                    i = k - group.start
+                    if self._nested and kind != "weights":
+                        i = (k % w) * (g // w) + (k % g) // w
+                        if kind == "optimizer":
+                            i = i * (o // g) + (k % o) // g
+                    index.append((i, len(group)))
+            result[kind] = tuple(index)
+        return result
+
+    # --- columns and pieces ------------------------------------------------------------------------------------
+
+    def _columns(self, u: int) -> tuple[Column, ...]:
+        unit = self.units[u]
+        stages = tuple(tuple(s for s, stage in enumerate(p.stages)
+                             if any(stage.blocks[0] <= b < stage.blocks[1] for b in unit.blocks))
+                       for p in self.plan.pipelines)
+        degrees = sorted({self.plan.pipelines[p].stages[s].tensor for p, found in enumerate(stages) for s in found})
+        spans: dict[tuple[int, ...] | None, list[tuple[int, int]]] = {}
+        for tensor in unit.tensors:
+            if tensor.param.split is None:
+                spans.setdefault(None, []).append((tensor.offset, tensor.offset + tensor.elements))
+                continue
+            points = sorted({cut(tensor.rows, t, j)[0] for t in degrees for j in range(t)} | {tensor.rows})
+            for a, b in pairwise(points):
+                owner = tuple(next(j for j in range(t) if a < cut(tensor.rows, t, j)[1]) for t in degrees)
+                spans.setdefault(owner, []).append((tensor.offset + a * tensor.row, tensor.offset + b * tensor.row))
+        columns = []
+        for slice_, parts in spans.items():
+            holders = []
+            for p, r in self._replicas:
+                ranks: list[int] = []
+                for s in stages[p]:
+                    stage = self.plan.pipelines[p].stages[s]
+                    mine = stage.ranks(r)
+                    ranks += mine if slice_ is None else [mine[slice_[degrees.index(stage.tensor)]]]
+                holders.append(tuple(ranks))
+            columns.append(Column(tuple(holders), tuple(parts), sum(b - a for a, b in parts)))
+        return tuple(columns)
+
+    def _piece(self, kind: Kind, u: int, column: int, replica: int) -> tuple[int, int]:
+        """The interval of a column whose state of this kind `replica` holds."""
+        index, pieces = self._index[kind][replica]
+        return cut(self.columns(u)[column].size, pieces, index)
+
+    def held(self, u: int, rank: int) -> tuple[int, ...]:
+        """Columns of unit `u` that `rank` computes with."""
+        k = self.places[rank].replica
+        return tuple(c for c, column in enumerate(self.columns(u)) if rank in column.holders[k])
+
+    def elements(self, kind: Kind, rank: int) -> int:
+        """Elements of state of this kind that a rank holds permanently."""
+        place = self.places[rank]
+        total = 0
+        for u in self.units_of_stage(place.pipeline, place.stage):
+            for c in self.held(u, rank):
+                lo, hi = self.piece(kind, u, c, place.replica)
+                total += hi - lo
+        return total
+
+    def compute_elements(self, u: int, rank: int) -> int:
+        """Elements of unit `u` that a rank computes with (gathered, after tensor parallelism)."""
+        return sum(self.columns(u)[c].size for c in self.held(u, rank))
+
+    def _segments(self, u: int, column: int, rank: int) -> tuple[tuple[int, int, int], ...]:
+        """How a column lies in the rank's own flat buffer of the unit: (from in column, from in buffer, length).
+
+        The buffer is the concatenation of the rank's slices of the unit's tensors, in the unit's order.
+        """
+        place = self.places[rank]
+        degree = self.plan.pipelines[place.pipeline].stages[place.stage].tensor
+        starts = []
+        total = 0
+        for tensor in self.units[u].tensors:
+            lo, hi = (0, tensor.rows) if tensor.param.split is None else cut(tensor.rows, degree, place.tensor_index)
+            starts.append((tensor.offset + lo * tensor.row, tensor.offset + hi * tensor.row, total))
+            total += (hi - lo) * tensor.row
+        found: list[tuple[int, int, int]] = []
+        at = 0
+        for lo, hi in self.columns(u)[column].spans:
+            local = next(t + lo - a for a, b, t in starts if a <= lo and hi <= b)
+            if found and found[-1][1] + found[-1][2] == local:
+                found[-1] = (found[-1][0], found[-1][1], found[-1][2] + hi - lo)
+            else:
+                found.append((at, local, hi - lo))
+            at += hi - lo
+        return tuple(found)
+
+    def slices(self, u: int, column: int, lo: int, hi: int) -> Iterator[tuple[str, int, int, int]]:
+        """Elements [lo, hi) of a column as parts of tensors: (tensor key, from, to, offset from `lo`).
+
+        From and to count in the tensor's flat order with the cut dimension first.
+        """
+        at = 0
+        for a, b in self.columns(u)[column].spans:
+            start, end = max(lo, at), min(hi, at + b - a)
+            if start < end:
+                for tensor in self.units[u].tensors:
+                    x = max(a + start - at, tensor.offset)
+                    y = min(a + end - at, tensor.offset + tensor.elements)
+                    if x < y:
+                        yield tensor.key, x - tensor.offset, y - tensor.offset, at + x - a - lo
+            at += b - a
+
+    # --- moves ---------------------------------------------------------------------------------------------------
+
+    def _gather(self, u: int) -> tuple[Move, ...]:
+        """All-gather of a unit's weights inside every weight group."""
+        return tuple(Move(_peer(column.holders[q], i), dst, c, *self.piece("weights", u, c, q))
+                     for c, column in enumerate(self.columns(u))
+                     for group in self._groups["weights"] for k in group for i, dst in enumerate(column.holders[k])
+                     for q in group if q != k and _length(self.piece("weights", u, c, q)))
+
+    def _publish(self, u: int) -> tuple[Move, ...]:
+        """Updated weights from the owners of the optimizer state to those who hold the weights."""
+        moves = []
+        for c, column in enumerate(self.columns(u)):
+            for group in self._groups["optimizer"]:
+                for k in group:
+                    want = self.piece("weights", u, c, k)
+                    for q in group:
+                        lo, hi = _overlap(want, self.piece("optimizer", u, c, q))
+                        if q != k and lo < hi:
+                            moves += [Move(_peer(column.holders[q], i), dst, c, lo, hi)
+                                      for i, dst in enumerate(column.holders[k])]
+        return tuple(moves)
+
+    def _reduce(self, u: int) -> Reduction:
+        """Hop 1: partial gradients of one micro-batch to their owners inside every gradient group."""
+        if self._degree["gradients"] == 1:
+            return Reduction((), (), ())
+        return _reduction((c, *self.piece("gradients", u, c, k),
+                           [r for q in group for r in column.holders[q]], list(column.holders[k]))
+                          for c, column in enumerate(self.columns(u))
+                          for group in self._groups["gradients"] for k in group)
+
+    def _sync(self, u: int) -> Reduction:
+        """Hop 2: accumulated gradients, summed over the groups, to the owners of the optimizer state."""
+        return _reduction(part for c in range(len(self.columns(u))) for part in self._sync_parts(u, c))
+
+    def _sync_parts(self, u: int, c: int) -> Iterator[tuple[int, int, int, list[int], list[int]]]:
+        column = self.columns(u)[c]
+        kinds: tuple[Kind, ...] = ("gradients", "optimizer") if self._degree["gradients"] > 1 else ("optimizer",)
+        points = sorted({x for kind in kinds for k in range(len(self._replicas))
+                         for x in self.piece(kind, u, c, k)})
+        for lo, hi in pairwise(points):
+            wants = [r for k in self._owners("optimizer", u, c, lo) for r in column.holders[k]]
+            if self._degree["gradients"] == 1:
+                has = [r for ranks in column.holders for r in ranks]
+            else:  # hop 1 has left the same sum on all holders of a piece; one of them speaks for its group
+                has = [next((r for r in column.holders[k] if r in wants), column.holders[k][0])
+                       for k in self._owners("gradients", u, c, lo)]
+            yield c, lo, hi, has, wants
+
+    def _owners(self, kind: Kind, u: int, c: int, at: int) -> list[int]:
+        """The replica, per group, that owns element `at` of a column."""
+        return [next(k for k in group if self.piece(kind, u, c, k)[0] <= at < self.piece(kind, u, c, k)[1])
+                for group in self._groups[kind]]
+
+    def moves(self, op: str, u: int) -> tuple[Move, ...]:
+        """All moves of a G, R, Y or P action of unit `u`, over all ranks."""
+        if op in (GATHER, PUBLISH):
+            return self.gather(u) if op == GATHER else self.publish(u)
+        reduction = self.reduce(u) if op == REDUCE else self.sync(u)
+        return reduction.sums + reduction.copies
+
+    # --- collectives, for pricing ----------------------------------------------------------------------------------
+
+    def needed(self, op: str, u: int) -> bool:
+        """Whether a G, R, Y or P action moves anything at all."""
+        n = len(self._replicas)
+        w, g, o = self._degree.values()
+        if op == GATHER:
+            return w > 1
+        if op == REDUCE:
+            return g > 1
+        if op == PUBLISH:
+            return o > 1 and self._index["weights"] != self._index["optimizer"]
+        if g == 1:
+            return n > 1 or any(len(c.holders[0]) > 1 for c in self.columns(u))
+        return len(self._groups["gradients"]) > 1 or self._index["gradients"] != self._index["optimizer"]
+
+    def _comms(self, op: str, u: int, rank: int) -> tuple[Comm, ...]:
+        """The collectives of an action as `rank` sees them, one after another.
+
+        All columns that the rank holds move in one exchange; it is priced over the ranks of the largest column.
+        """
+        if not self.needed(op, u):
+            return ()
+        k = self.places[rank].replica
+        held = self.held(u, rank)
+        main = max(held, key=lambda c: (self.columns(u)[c].size, -c))
+        holders = self.columns(u)[main].holders
+        side = holders[k].index(rank)
+        total = sum(self.columns(u)[c].size for c in held)
+
+        def ranks(replicas: Iterable[int]) -> tuple[int, ...]:
+            return tuple(sorted(_peer(holders[q], side) for q in replicas))
+
+        if op == GATHER:
+            return (Comm("all_gather", ranks(self.group("weights", k)), total),)
+        if op == REDUCE:
+            return (Comm("reduce_scatter", ranks(self.group("gradients", k)), total),)
+
+        def sharing(kind: Kind, mine: tuple[int, int], among: Iterable[int]) -> list[int]:
+            return [q for q in among if _length(_overlap(self.piece(kind, u, main, q), mine))]
+
+        if op == PUBLISH:
+            piece = self.piece("weights", u, main, k)
+            partners = {k, *sharing("optimizer", piece, self.group("optimizer", k))}
+            return (Comm("all_gather", ranks(partners), total * _length(piece) // max(1, self.columns(u)[main].size)),)
+        everyone = range(len(self._replicas))
+        if self._degree["gradients"] == 1:
+            given = (0, self.columns(u)[main].size)
+            sources = ranks(everyone)
+            if any(len(h) > 1 for h in holders):
+                sources = tuple(sorted({r for h in holders for r in h}))
+        else:
+            given = self.piece("gradients", u, main, k)
+            sources = ranks(sharing("gradients", given, everyone))
+        share = total * _length(given) // max(1, self.columns(u)[main].size)
+        owned = self.piece("optimizer", u, main, k)
+        targets = ranks(sharing("optimizer", owned, everyone))
+        if self._degree["optimizer"] == self._degree["gradients"]:
+            return (Comm("all_reduce", sources, share),)
+        scatter = Comm("reduce_scatter", sources, share)
+        if len(targets) == 1:
+            return (scatter,)
+        return (scatter, Comm("all_gather", targets, total * _length(owned) // max(1, self.columns(u)[main].size)))
+
+
+def _unit(number: int, name: str, blocks: tuple[int, ...], params: list[tuple[str, Param]]) -> Unit:
+    tensors = []
+    offset = 0
+    for key, p in sorted(params, key=lambda kp: kp[1].split is None):
+        rows = p.shape[p.split or 0] if p.shape else 1
+        tensors.append(Tensor(key, p, offset, rows, p.count // rows if rows else 0))
+        offset += p.count
+    return Unit(number, name, blocks, tuple(tensors), offset)
+
+
+def _peer(ranks: tuple[int, ...], index: int) -> int:
+    """The counterpart of holder `index` among the holders of another replica."""
+    return ranks[index % len(ranks)]
+
+
+def _length(piece: tuple[int, int]) -> int:
+    return max(0, piece[1] - piece[0])
+
+
+def _overlap(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
+    return max(a[0], b[0]), min(a[1], b[1])
+
+
+def _reduction(parts: Iterable[tuple[int, int, int, list[int], list[int]]]) -> Reduction:
+    """Sums and copies for intervals, each given as (column, lo, hi, contributing ranks, ranks that want the sum).
+
+    Where several ranks want the sum, each adds up a part of the interval and hands it to the others: that moves as
+    few bytes as a ring all-reduce, and makes the result bitwise equal everywhere.
+    """
+    sums: list[Move] = []
+    copies: list[Move] = []
+    terms: list[tuple[int, int, int, int, tuple[int, ...]]] = []
+    for c, lo, hi, has, wants in parts:
+        for i, adder in enumerate(wants):
+            a, b = cut(hi - lo, len(wants), i)
+            a, b = lo + a, lo + b
+            if a == b:
+                continue
+            terms.append((adder, c, a, b, tuple(has)))
+            sums += [Move(src, adder, c, a, b) for src in has if src != adder]
+            copies += [Move(adder, dst, c, a, b) for dst in wants if dst != adder]
+    return Reduction(tuple(sums), tuple(copies), tuple(terms))

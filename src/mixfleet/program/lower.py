@@ -1,0 +1,156 @@
+"""From a plan to its program: a schedule per stage, then small passes that add what the plan asks for.
+
+Each pass takes a list of actions and returns a new one. Their order is the order of this file.
+"""
+
+from __future__ import annotations
+
+from mixfleet.model.spec import Model
+from mixfleet.plan import Plan
+from mixfleet.program.action import (
+    GATHER,
+    NORM,
+    PUBLISH,
+    RECV_ACT,
+    RECV_GRAD,
+    REDUCE,
+    RELEASE,
+    SEND_ACT,
+    SEND_GRAD,
+    STEP,
+    SYNC,
+    Action,
+    B,
+    F,
+    Program,
+    Role,
+)
+from mixfleet.program.layout import Layout
+from mixfleet.program.schedules import SCHEDULES
+
+Actions = list[Action]
+
+
+def lower(plan: Plan, model: Model, layout: Layout | None = None) -> Program:
+    """The program of one optimizer step. The plan must be possible (`why_not` is None)."""
+    layout = layout or Layout(plan, model)
+    return Program(roles=tuple(Role(pipeline=p, stage=s, actions=tuple(_role(plan, layout, p, s)))
+                               for p, pipeline in enumerate(plan.pipelines) for s in range(len(pipeline.stages))))
+
+
+def _role(plan: Plan, layout: Layout, pipeline: int, stage: int) -> Actions:
+    stages = plan.pipelines[pipeline].stages
+    lo, hi = stages[stage].blocks
+    order = SCHEDULES[plan.schedule](stage, len(stages), len(plan.pipelines[pipeline].micro_batches))
+    units = layout.units_of_stage(pipeline, stage)
+    actions = [Action(op, lo, hi, m) for op, m in order]
+    actions = _pipe(actions, stage, len(stages))
+    actions = _split_blocks(actions, layout, units)
+    actions = _gather_weights(actions, layout, plan.sharding.prefetch)
+    actions = _reduce_gradients(actions, layout, units)
+    actions = _synchronize(actions, layout, units)
+    return actions + _optimizer(layout, units)
+
+
+def _pipe(actions: Actions, stage: int, stages: int) -> Actions:
+    """Sends after, receives before; a receive is posted one compute action early, so that it can overlap."""
+    out: Actions = []
+    for i, (op, lo, hi, mb, _) in enumerate(actions):
+        posts = actions[: 2] if i == 0 else actions[i + 1: i + 2]
+        for a in posts:
+            if a.op == F and stage > 0:
+                out.append(Action(RECV_ACT, lo, hi, a.mb, stage - 1))
+            if a.op == B and stage < stages - 1:
+                out.append(Action(RECV_GRAD, lo, hi, a.mb, stage + 1))
+        out.append(actions[i])
+        if op == F and stage < stages - 1:
+            out.append(Action(SEND_ACT, lo, hi, mb, stage + 1))
+        if op == B and stage > 0:
+            out.append(Action(SEND_GRAD, lo, hi, mb, stage - 1))
+    return out
+
+
+def _split_blocks(actions: Actions, layout: Layout, units: tuple[int, ...]) -> Actions:
+    """One action per block where state moves between blocks: gathers, hop 1, and hop 2 behind the last backward."""
+    gathers = layout.needed(GATHER, units[0])
+    reduces = layout.needed(REDUCE, units[0])
+    syncs = any(layout.needed(SYNC, u) for u in units)
+    last = max((a.mb for a in actions if a.op == B), default=-1)
+    out: Actions = []
+    for a in actions:
+        if a.op == F and gathers:
+            out += [a._replace(lo=b, hi=b + 1) for b in range(a.lo, a.hi)]
+        elif a.op == B and (gathers or reduces or (syncs and a.mb == last)):
+            out += [a._replace(lo=b, hi=b + 1) for b in reversed(range(a.lo, a.hi))]
+        else:
+            out.append(a)
+    return out
+
+
+def _gather_weights(actions: Actions, layout: Layout, prefetch: int) -> Actions:
+    """Sharded weights: gather before use, `prefetch` blocks ahead, and release after it (ZeRO-3, FSDP).
+
+    The gather stream keeps its order, so a gather that stands behind a release waits for it: that bounds memory.
+    A unit that the next compute action needs again is kept.
+    """
+    computes = [i for i, a in enumerate(actions) if a.op in (F, B) and layout.needed(GATHER, a.lo)]
+    if not computes:
+        return actions
+    uses = [layout.units_of_block[actions[i].lo] for i in computes]
+    order = {i: n for n, i in enumerate(computes)}
+    held: set[int] = set()
+    issued = 0
+    out: Actions = []
+    for i, action in enumerate(actions):
+        n = order.get(i)
+        if n is None:
+            out.append(action)
+            continue
+        while issued < min(n + prefetch + 1, len(uses)):
+            fresh = [u for u in uses[issued] if u not in held]
+            out += [Action(GATHER, u, u + 1) for u in fresh]
+            held.update(fresh)
+            issued += 1
+        out.append(action)
+        ahead = {u for use in uses[n + 1: issued + 1] for u in use}
+        drop = [u for u in uses[n] if u not in ahead]
+        out += [Action(RELEASE, u, u + 1) for u in drop]
+        held.difference_update(drop)
+    return out
+
+
+def _reduce_gradients(actions: Actions, layout: Layout, units: tuple[int, ...]) -> Actions:
+    """Hop 1 behind every backward, for sharded gradients; a tied unit follows the last of its blocks."""
+    if not layout.needed(REDUCE, units[0]):
+        return actions
+    out: Actions = []
+    for a in actions:
+        out.append(a)
+        if a.op == B:
+            out += [Action(REDUCE, u, u + 1, a.mb) for u in layout.units_of_block[a.lo]
+                    if a.lo == min(b for b in layout.units[u].blocks if b in units)]
+    return out
+
+
+def _synchronize(actions: Actions, layout: Layout, units: tuple[int, ...]) -> Actions:
+    """Hop 2 once per step, behind the last backward (or hop 1) of a unit; tied units at the end: two stages meet."""
+    last = max((a.mb for a in actions if a.op == B), default=-1)
+    behind = REDUCE if layout.needed(REDUCE, units[0]) else B
+    tied = [u for u in units if len(layout.units[u].blocks) > 1]
+    out: Actions = []
+    for a in actions:
+        out.append(a)
+        if a.op == behind and a.mb == last and a.lo not in tied and layout.needed(SYNC, a.lo):
+            out.append(Action(SYNC, a.lo, a.lo + 1))
+    out += [Action(SYNC, u, u + 1) for u in tied if layout.needed(SYNC, u)]
+    return out
+
+
+def _optimizer(layout: Layout, units: tuple[int, ...]) -> Actions:
+    """The norm of the whole gradient, then step and publish, first blocks first: they are needed first."""
+    out = [Action(NORM)]
+    for u in units:
+        out.append(Action(STEP, u, u + 1))
+        if layout.needed(PUBLISH, u):
+            out.append(Action(PUBLISH, u, u + 1))
+    return out
