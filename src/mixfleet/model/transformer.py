@@ -72,8 +72,8 @@ class TransformerConfig(Spec, frozen=True, kw_only=True):
     window: int = 0
     """Sliding-window length; 0 is none."""
 
-    window_every: int = 1
-    """The window holds in layers whose index is a multiple of this; the others see everything before them."""
+    full_attention_layers: tuple[int, ...] = ()
+    """Layers in which the window does not hold."""
     norm_position: Literal["pre", "post", "both"] = "pre"
     """Norm before each sublayer; after the residual sum (BERT); or before and after the sublayer (Gemma 2)."""
     parallel: bool = False
