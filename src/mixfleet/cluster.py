@@ -120,6 +120,8 @@ class Port(NamedTuple):
 
     name: str
     bandwidth_Bps: float
+    link: str = ""
+    """Name of the link, which tells its kind (`NVLink 4`, `EFA`); empty for a measured rate."""
 
 
 class Path(NamedTuple):
@@ -191,11 +193,11 @@ class Cluster(Spec, frozen=True, kw_only=True, dict=True):
         """The way from rank `a` to rank `b`; ports in the order in which they are passed."""
         i, j = self.node_of[a], self.node_of[b]
         here, there = self.nodes[i], self.nodes[j]
-        out = Port(f"{here.name}:{self.local_of[a]}:out", here.link.bandwidth_Bps)
-        into = Port(f"{there.name}:{self.local_of[b]}:in", there.link.bandwidth_Bps)
+        out = Port(f"{here.name}:{self.local_of[a]}:out", here.link.bandwidth_Bps, here.link.name)
+        into = Port(f"{there.name}:{self.local_of[b]}:in", there.link.bandwidth_Bps, there.link.name)
         if i == j:
             return Path(here.link.latency_s, (out, into), "device" if a == b else "node")
-        ports = [out, Port(f"{here.name}:nic:out", here.nic.bandwidth_Bps)]
+        ports = [out, Port(f"{here.name}:nic:out", here.nic.bandwidth_Bps, here.nic.name)]
         latency = here.nic.latency_s + there.nic.latency_s
         level = "nic"
         if self.node_matrix_Bps:
@@ -207,14 +209,14 @@ class Cluster(Spec, frozen=True, kw_only=True, dict=True):
             if self.rack_uplink and (far or here.rack != there.rack):
                 level = "rack"
                 latency += self.rack_uplink.latency_s
-                ports += [Port(f"rack {n.zone}/{n.rack}:{way}", self.rack_uplink.bandwidth_Bps)
+                ports += [Port(f"rack {n.zone}/{n.rack}:{way}", self.rack_uplink.bandwidth_Bps, self.rack_uplink.name)
                           for n, way in ((here, "out"), (there, "in"))]
             if self.zone_uplink and far:
                 level = "zone"
                 latency += self.zone_uplink.latency_s
-                ports += [Port(f"zone {n.zone}:{way}", self.zone_uplink.bandwidth_Bps)
+                ports += [Port(f"zone {n.zone}:{way}", self.zone_uplink.bandwidth_Bps, self.zone_uplink.name)
                           for n, way in ((here, "out"), (there, "in"))]
-        ports += [Port(f"{there.name}:nic:in", there.nic.bandwidth_Bps), into]
+        ports += [Port(f"{there.name}:nic:in", there.nic.bandwidth_Bps, there.nic.name), into]
         return Path(latency, tuple(ports), level)
 
     def fingerprint(self) -> str:
