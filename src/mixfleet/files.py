@@ -8,7 +8,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from io import StringIO
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -103,15 +105,25 @@ def write_yaml(path: str | Path, data: dict[str, Any], header: str = "") -> None
         tree = _merged(old, tree) if isinstance(old, dict) else tree
     elif header:
         tree.yaml_set_start_comment(header)
+    text = StringIO()
+    yaml.dump(tree, text)
+    write_text(path, text.getvalue())
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a file that a reader sees whole or not at all; folders are made where they are missing."""
+    path = Path(path)
     partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with open(partial, "w", encoding="utf-8") as file:
-            yaml.dump(tree, file)
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink()
         raise InputError(f"cannot be written: {error.strerror}", where=str(path)) from None
 
 
