@@ -1,0 +1,268 @@
+"""Decoder blocks in torch, with tensor and sequence parallelism, built from a `Model`.
+
+Block 0 maps tokens [b, s] to x; a layer maps x to x; the last block maps (x, targets [b, s]) to the sum of the token
+losses. x is [b, s/t, hidden]: sharded along the sequence in the tensor-parallel group. The parameters of a block are
+exactly those that its specification lists, each cut to this rank's slice. There is no dropout.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from typing import Literal
+
+import msgspec
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from mixfleet.errors import InputError
+from mixfleet.model.spec import Block, Model, Param
+from mixfleet.model.transformer import TransformerConfig
+from mixfleet.plan import Recompute
+from mixfleet.run.tensor import (
+    ALONE,
+    TensorGroup,
+    cross_entropy,
+    gather_sequence,
+    once,
+    scatter_sequence,
+    sum_gradients,
+    wide,
+)
+
+FAMILIES = ("decoder", "gpt2", "llama", "mistral", "qwen2", "qwen3")
+"""Families that can be trained; every other one can be predicted and planned."""
+
+_FIGURES = frozenset(("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "max_seq_len"))
+_SUPPORTED = frozenset(("norm", "norm_eps", "activation", "position", "rope_theta", "tied", "attention_bias",
+                        "output_bias", "mlp_bias", "qk_norm", "window"))
+_INIT_STD = 0.02
+_CHUNK = 2**18
+"""Elements of initial values that are drawn at a time, each chunk from its own counter."""
+
+
+def build_blocks(model: Model, indices: Iterable[int], group: TensorGroup = ALONE, *, seed: int = 0,
+                 device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32,
+                 attention: Literal["fused", "eager"] = "fused", recompute: Recompute = "none",
+                 initialize: bool = True) -> list[nn.Module]:
+    """The blocks `indices` of a model, cut for one rank of a tensor-parallel group.
+
+    `recompute` `selective` keeps no attention scores; `full` is the caller's to do around a block's call.
+    `initialize=False` leaves the parameters unset, for a caller that fills them from a checkpoint.
+    Raises InputError for a model that cannot be trained, and for a group that does not divide the heads.
+    """
+    config = trainable_config(model)
+    for what, count in (("attention heads", config.heads), ("key/value heads", config.kv_heads)):
+        if count % group.size:
+            raise InputError(f"tensor is {group.size}; it must divide the {count} {what} of {model.name}")
+    last = len(model.blocks) - 1
+    built: list[nn.Module] = []
+    for i in indices:
+        kind = Embedding if i == 0 else Head if i == last else Layer
+        block = kind(config, group, attention, selective=recompute == "selective")
+        for param in model.blocks[i].params:
+            value = torch.empty(_slice_shape(param, group), dtype=dtype, device=device)
+            if initialize:
+                value.copy_(_initial_slice(model, model.blocks[i], param, seed, group))
+            _attach(block, param.name, nn.Parameter(value, requires_grad=param.trainable))
+        built.append(block)
+    return built
+
+
+def trainable_config(model: Model) -> TransformerConfig:
+    """The model's figures; InputError if the runtime has no modules for them."""
+    works = "predict and plan work for it, train does not yet"
+    if model.family not in FAMILIES:
+        raise InputError(f"{model.name} is of family {model.family!r}: {works}. Trainable: {', '.join(FAMILIES)}.")
+    config = msgspec.convert(model.config, TransformerConfig)
+    plain = TransformerConfig(**{field: getattr(config, field) for field in _FIGURES | _SUPPORTED})
+    extra = [field for field in config.__struct_fields__ if getattr(config, field) != getattr(plain, field)]
+    if extra:
+        raise InputError(f"{model.name} sets {', '.join(extra)}: {works}")
+    return config
+
+
+def initial_values(model: Model, block: Block, param: Param, seed: int, lo: int, hi: int) -> Tensor:
+    """Elements [lo, hi) of a parameter's initial value, fp32, in canonical flat order (split dimension first).
+
+    They depend on the seed and the owner's name only, not on rank or plan: normal with standard deviation 0.02,
+    divided by sqrt(2 * layers) in the projections that end a residual branch (Radford et al., 2019); norms 1, biases 0.
+    """
+    owner, _, name = (param.tied or f"{block.name}/{param.name}").partition("/")
+    if name.endswith(".bias"):
+        return torch.zeros(hi - lo)
+    if param.role == "norm":
+        return torch.ones(hi - lo)
+    std = _INIT_STD / (2 * model.layers) ** 0.5 if name in ("attention.o.weight", "mlp.down.weight") else _INIT_STD
+    key = int.from_bytes(hashlib.blake2b(f"{seed}/{owner}/{name}".encode(), digest_size=16).digest(), "little")
+    values = np.empty(hi - lo, np.float32)
+    for chunk in range(lo // _CHUNK, -(-hi // _CHUNK)):
+        first, end = max(lo, chunk * _CHUNK), min(hi, (chunk + 1) * _CHUNK)
+        draw = np.random.Generator(np.random.Philox(key=key, counter=[0, 0, chunk, 0]))
+        drawn = draw.standard_normal(min(_CHUNK, param.count - chunk * _CHUNK), np.float32)
+        values[first - lo:end - lo] = drawn[first - chunk * _CHUNK:end - chunk * _CHUNK] * np.float32(std)
+    return torch.from_numpy(values)
+
+
+def _slice_shape(param: Param, group: TensorGroup) -> tuple[int, ...]:
+    cut = group.slice_of(param.shape[param.split or 0])
+    return tuple(cut.stop - cut.start if d == param.split else n for d, n in enumerate(param.shape))
+
+
+def _initial_slice(model: Model, block: Block, param: Param, seed: int, group: TensorGroup) -> Tensor:
+    if param.split is None:
+        return initial_values(model, block, param, seed, 0, param.count).view(param.shape)
+    cut, row = group.slice_of(param.shape[param.split]), param.count // param.shape[param.split]
+    flat = initial_values(model, block, param, seed, cut.start * row, cut.stop * row)
+    rest = [n for d, n in enumerate(param.shape) if d != param.split]
+    return flat.view(-1, *rest).movedim(0, param.split)
+
+
+def _attach(module: nn.Module, name: str, value: nn.Parameter) -> None:
+    *path, leaf = name.split(".")
+    for part in path:
+        if part not in module._modules:
+            module.add_module(part, nn.Module())
+        module = module.get_submodule(part)
+    module.register_parameter(leaf, value)
+
+
+class _Block(nn.Module):
+    """Computes from the parameters that were attached under the names of the specification."""
+
+    def __init__(self, config: TransformerConfig, group: TensorGroup, attention: str, *, selective: bool) -> None:
+        super().__init__()
+        self.config, self.group, self.fused, self.selective = config, group, attention == "fused", selective
+
+    def weights(self, *per_shard: str) -> dict[str, Tensor]:
+        """Parameters by name. Those under `per_shard` see only this rank's tokens or heads: gradients are summed."""
+        params: dict[str, Tensor] = dict(self.named_parameters())
+        names = [name for name in params if name.startswith(per_shard)]
+        return params | dict(zip(names, sum_gradients([params[n] for n in names], self.group), strict=True))
+
+    def normalize(self, x: Tensor, name: str, params: dict[str, Tensor]) -> Tensor:
+        weight, eps = params[f"{name}.weight"], self.config.norm_eps
+        if self.config.norm == "layernorm":
+            return F.layer_norm(x, weight.shape, weight, params[f"{name}.bias"], eps)
+        return F.rms_norm(x, weight.shape, weight, eps)
+
+    def project(self, x: Tensor, name: str, params: dict[str, Tensor]) -> Tensor:
+        """Column-cut: the outputs of this rank. [b, s, h] -> [b, s, n/t]."""
+        return F.linear(x, params[f"{name}.weight"], params.get(f"{name}.bias"))
+
+    def merge(self, x: Tensor, name: str, params: dict[str, Tensor]) -> Tensor:
+        """Row-cut: the sum over ranks, sequence-sharded. [b, s, n/t] -> [b, s/t, h]."""
+        bias = params.get(f"{name}.bias")
+        partial = F.linear(x, params[f"{name}.weight"], None if bias is None else once(bias, self.group))
+        return scatter_sequence(partial, self.group)
+
+
+class Embedding(_Block):
+    """Tokens [b, s] -> x [b, s/t, h]; each rank holds a slice of the vocabulary."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        params, sequence = self.weights(), tokens.shape[1]
+        if sequence % self.group.size:
+            raise InputError(f"seq_len is {sequence}; tensor degree {self.group.size} must divide it")
+        local = tokens - self.group.slice_of(self.config.vocab).start
+        weight = params["tokens.weight"]
+        mine = (local >= 0) & (local < weight.shape[0])
+        x = F.embedding(torch.where(mine, local, 0), weight)
+        if self.group.size > 1:
+            x = x.masked_fill(~mine.unsqueeze(-1), 0)
+        if self.config.position == "learned":
+            x = x + once(params["positions.weight"][:sequence], self.group)
+        return scatter_sequence(x, self.group)
+
+
+class Layer(_Block):
+    """One pre-norm transformer layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        params = self.weights("norm1.", "norm2.", "attention.q_norm.", "attention.k_norm.")
+        x = x + self.attend(gather_sequence(self.normalize(x, "norm1", params), self.group), params)
+        return x + self.feed_forward(gather_sequence(self.normalize(x, "norm2", params), self.group), params)
+
+    def attend(self, x: Tensor, params: dict[str, Tensor]) -> Tensor:
+        head = self.config.head_dim
+        q, k, v = (self.project(x, f"attention.{name}", params).view(*x.shape[:2], -1, head) for name in "qkv")
+        if self.config.qk_norm:
+            q, k = self.normalize(q, "attention.q_norm", params), self.normalize(k, "attention.k_norm", params)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        if self.config.position == "rotary":
+            angles = _rotation(x.shape[1], head, self.config.rope_theta, x.dtype, x.device)
+            q, k = _rotate(q, *angles), _rotate(k, *angles)
+        if self.selective:
+            mixed: Tensor = checkpoint(self.core, q, k, v, use_reentrant=False, preserve_rng_state=False)
+        else:
+            mixed = self.core(q, k, v)
+        return self.merge(mixed.transpose(1, 2).flatten(2), "attention.o", params)
+
+    def core(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Causal attention, [b, heads/t, s, head_dim] for q and [b, kv_heads/t, s, head_dim] for k and v."""
+        sequence, window = q.shape[2], self.config.window
+        masked = 0 < window < sequence
+        if self.fused:
+            mask = _causal(sequence, window, q.device) if masked else None
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=not masked,
+                                                  enable_gqa=q.shape[1] != k.shape[1])
+        groups = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        scores = (q @ k.transpose(2, 3)) * q.shape[-1] ** -0.5
+        scores = scores.masked_fill(~_causal(sequence, window if masked else 0, q.device), float("-inf"))
+        weights: Tensor = scores.softmax(-1, dtype=wide(q.dtype)).to(q.dtype)
+        return weights @ v
+
+    def feed_forward(self, x: Tensor, params: dict[str, Tensor]) -> Tensor:
+        up, activation = self.project(x, "mlp.up", params), self.config.activation
+        if self.config.gated:
+            gate = self.project(x, "mlp.gate", params)
+            inner = _ACTIVATIONS[activation](gate) * up
+        else:
+            inner = _ACTIVATIONS[activation](up)
+        return self.merge(inner, "mlp.down", params)
+
+
+class Head(_Block):
+    """Final norm, logits of this rank's slice of the vocabulary, and the loss."""
+
+    def logits(self, x: Tensor) -> Tensor:
+        """x [b, s/t, h] -> [b, s, vocab/t]."""
+        params = self.weights("norm.")
+        return self.project(gather_sequence(self.normalize(x, "norm", params), self.group), "lm", params)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy(self.logits(x), targets, self.config.vocab, self.group)
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": F.silu, "geglu": F.gelu, "geglu_tanh": _gelu_tanh,
+                                                       "gelu": F.gelu, "gelu_tanh": _gelu_tanh, "relu": F.relu}
+
+
+@lru_cache(maxsize=8)
+def _rotation(sequence: int, head: int, theta: float, dtype: torch.dtype, device: torch.device
+              ) -> tuple[Tensor, Tensor]:
+    """Cosine and sine [s, head_dim] of rotary positions (Su et al., 2021), each half of a head the same."""
+    frequency = theta ** (-torch.arange(0, head, 2, dtype=torch.float64) / head)
+    angle = torch.outer(torch.arange(sequence, dtype=torch.float64), frequency).repeat(1, 2)
+    return angle.cos().to(device, dtype), angle.sin().to(device, dtype)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat((-second, first), -1) * sin
+
+
+@lru_cache(maxsize=8)
+def _causal(sequence: int, window: int, device: torch.device) -> Tensor:
+    """True where a query [rows] may see a key [columns]: not later, and nearer than `window` (0 is any distance)."""
+    distance = torch.arange(sequence, device=device).unsqueeze(1) - torch.arange(sequence, device=device)
+    return (distance >= 0) & (distance < window) if window else distance >= 0

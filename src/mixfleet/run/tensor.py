@@ -1,0 +1,221 @@
+"""Tensor parallelism with sequence parallelism: what one rank of a tensor-parallel group exchanges, with gradients.
+
+Between blocks the activations are sharded along the sequence. A layer gathers them before its column-cut projections
+and scatters the partial sums of its row-cut ones (Korthikanti et al., 2022, section 4.2.2), so each collective moves
+(t - 1) / t of the tensor per rank. gloo's reduce-scatter is an all-reduce inside and moves twice that, and its
+all-gather is slower than the wire, so on gloo both are built from point-to-point messages.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+OnComm = Callable[[str, int, float], None]
+"""Called after each collective with its name, the payload bytes this rank sent, and the seconds it took."""
+
+
+class TensorGroup:
+    """The ranks that share every layer of one replica of a stage. Without a process group it is one rank alone.
+
+    `rank` and `size` can be given without a process group to build (not run) the slices of one rank.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None, *, rank: int = 0, size: int = 1,
+                 on_comm: OnComm | None = None) -> None:
+        self.process_group = process_group
+        self.rank = dist.get_rank(process_group) if process_group else rank
+        self.size = dist.get_world_size(process_group) if process_group else size
+        self.on_comm = on_comm
+        self._direct = process_group is not None and "gloo" in dist.get_backend(process_group)
+
+    def slice_of(self, length: int) -> slice:
+        """This rank's part of a dimension: [length * rank // size, length * (rank + 1) // size)."""
+        return slice(length * self.rank // self.size, length * (self.rank + 1) // self.size)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Shards [b, s/t, h] of all ranks -> [b, s, h]."""
+        start, x = time.perf_counter(), x.contiguous()
+        parts = x.new_empty(self.size, *x.shape)
+        if self._direct:
+            parts[self.rank] = x
+            self._exchange([x] * self.size, list(parts))
+        else:
+            dist.all_gather_into_tensor(parts, x, group=self.process_group)
+        whole = parts.movedim(0, 1).reshape(x.shape[0], -1, *x.shape[2:])
+        self._report("all_gather", (self.size - 1) * _nbytes(x), start)
+        return whole
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """Partial sums [b, s, h] of all ranks -> this rank's shard [b, s/t, h] of the sum.
+
+        On gloo the sum is taken in rank order, in fp32 if `x` is shorter, so it repeats to the bit.
+        """
+        start = time.perf_counter()
+        parts = x.reshape(x.shape[0], self.size, -1, *x.shape[2:]).movedim(1, 0).contiguous()
+        if self._direct:
+            received = torch.empty_like(parts)
+            received[self.rank] = parts[self.rank]
+            self._exchange(list(parts), list(received))
+            shard = received.sum(0, dtype=wide(x.dtype)).to(x.dtype)
+        else:
+            shard = torch.empty_like(parts[0])
+            dist.reduce_scatter_tensor(shard, parts, group=self.process_group)
+        self._report("reduce_scatter", (self.size - 1) * _nbytes(shard), start)
+        return shard
+
+    def all_reduce(self, x: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
+        """The sum (or maximum) over all ranks, in place."""
+        start = time.perf_counter()
+        dist.all_reduce(x, op, group=self.process_group)
+        self._report("all_reduce", 2 * (self.size - 1) * _nbytes(x) // self.size, start)
+        return x
+
+    def _exchange(self, outgoing: list[Tensor], incoming: list[Tensor]) -> None:
+        """Send one tensor to every other rank and receive one from each."""
+        group = self.process_group
+        assert group is not None
+        messages = []
+        for other in range(self.size):
+            if other != self.rank:
+                peer = dist.get_global_rank(group, other)
+                messages.append(dist.P2POp(dist.isend, _raw(outgoing[other]), peer, group))
+                messages.append(dist.P2POp(dist.irecv, _raw(incoming[other]), peer, group))
+        for message in dist.batch_isend_irecv(messages):
+            message.wait()
+
+    def _report(self, op: str, nbytes: int, start: float) -> None:
+        if self.on_comm:
+            self.on_comm(op, nbytes, time.perf_counter() - start)
+
+
+ALONE = TensorGroup()
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The type that sums and softmaxes are taken in: fp64 for fp64, else fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _nbytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+def _raw(x: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor: gloo sends them whatever the type."""
+    return x.view(-1).view(torch.uint8)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
+        ctx.group = group
+        return group.all_gather(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.group.reduce_scatter(grad), None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
+        ctx.group = group
+        return group.reduce_scatter(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.group.all_gather(grad), None
+
+
+class _SumGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: TensorGroup, *params: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
+        return tuple(p.view_as(p) for p in params)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        flat = ctx.group.all_reduce(torch.cat([g.reshape(-1) for g in grads]))
+        parts = flat.split([g.numel() for g in grads])
+        return None, *(part.view_as(g) for part, g in zip(parts, grads, strict=True))
+
+
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
+        return x.view_as(x) if group.rank == 0 else torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Keeps the logits in their own type and the log of the softmax's sum; the softmax is computed again backward."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, first: int, group: TensorGroup) -> Tensor:
+        high = logits.amax(-1).to(wide(logits.dtype))
+        if group.size > 1:
+            group.all_reduce(high, dist.ReduceOp.MAX)
+        valid = targets >= 0
+        local = targets - first
+        mine = valid & (local >= 0) & (local < logits.shape[-1])
+        local = torch.where(mine, local, 0)
+        picked = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1).to(high.dtype).masked_fill(~mine, 0)
+        total = (logits.to(high.dtype) - high.unsqueeze(-1)).exp_().sum(-1)
+        if group.size > 1:
+            total, picked = group.all_reduce(torch.stack((total, picked)))
+        log_sum = high + total.log()
+        ctx.save_for_backward(logits, log_sum, local, mine, valid)
+        return ((log_sum - picked) * valid).sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        logits, log_sum, local, mine, valid = ctx.saved_tensors
+        softmax = (logits.to(log_sum.dtype) - log_sum.unsqueeze(-1)).exp_()
+        softmax.scatter_add_(-1, local.unsqueeze(-1), -mine.to(softmax.dtype).unsqueeze(-1))
+        softmax *= (valid * grad).unsqueeze(-1)
+        return softmax.to(logits.dtype), None, None, None
+
+
+def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+    return function.apply(*arguments)  # type: ignore[no-untyped-call]
+
+
+def gather_sequence(x: Tensor, group: TensorGroup) -> Tensor:
+    """[b, s/t, h] -> [b, s, h]; backward sums the ranks' gradients and keeps this rank's shard."""
+    return _apply(_Gather, x, group) if group.size > 1 else x
+
+
+def scatter_sequence(x: Tensor, group: TensorGroup) -> Tensor:
+    """Partial sums [b, s, h] -> shard [b, s/t, h] of their sum; backward gathers the gradient."""
+    return _apply(_Scatter, x, group) if group.size > 1 else x
+
+
+def sum_gradients(params: list[Tensor], group: TensorGroup) -> tuple[Tensor, ...]:
+    """Replicated parameters that each rank uses on its own shard: one all-reduce sums all their gradients."""
+    return _apply(_SumGradients, group, *params) if group.size > 1 and params else tuple(params)
+
+
+def once(x: Tensor, group: TensorGroup) -> Tensor:
+    """`x` on the first rank, zeros elsewhere, with the gradient on all ranks.
+
+    For a replicated term of a partial sum, whose gradient every rank holds whole: no communication is needed.
+    """
+    return _apply(_Once, x, group) if group.size > 1 else x
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, vocab: int, group: TensorGroup) -> Tensor:
+    """Sum over tokens of the cross-entropy, a scalar in `wide` type, equal on all ranks.
+
+    `logits` [..., this rank's slice of `vocab`], `targets` [...] int64; negative targets are ignored.
+    """
+    loss: Tensor = _apply(_CrossEntropy, logits, targets, group.slice_of(vocab).start, group)
+    return loss
