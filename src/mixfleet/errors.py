@@ -22,3 +22,7 @@ def unknown(kind: str, name: object, known: Iterable[str], *, where: str = "") -
     shown = ", ".join(names) if len(names) <= 12 else f"{', '.join(names[:10])} and {len(names) - 10} more"
     return InputError(f"unknown {kind} {name!r}{hint} Known: {shown}." if hint else
                       f"unknown {kind} {name!r}. Known: {shown}.", where=where)
+
+
+class RunError(RuntimeError):
+    """A run that started and could not go on: a worker died, a device ran out of memory. The command line exits with 1."""
