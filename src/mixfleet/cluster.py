@@ -7,10 +7,12 @@ passes it at the same time shares that capacity. So sharing is written once, her
 from __future__ import annotations
 
 from functools import cached_property
+from pathlib import Path as FilePath
 from typing import Literal, NamedTuple
 
 import msgspec
 
+from mixfleet.catalog.devices import device_fields
 from mixfleet.errors import InputError
 from mixfleet.spec import Spec
 
@@ -77,6 +79,12 @@ class Device(Spec, frozen=True, kw_only=True, dict=True):
                 raise InputError(f"device {self.name}: flops has {dtype!r}; data types are {', '.join(DTYPES)}")
             if rate <= 0:
                 raise InputError(f"device {self.name}: flops[{dtype}] is {rate}; it must be positive")
+        for field in ("cache_bytes", "sm_count", "link_Bps", "pcie_Bps", "power_w", "price_per_hour", "launch_s"):
+            if (getattr(self, field) or 0) < 0:
+                raise InputError(f"device {self.name}: {field} is {getattr(self, field)}; it cannot be negative")
+        for op, value in self.efficiency.items():
+            if value <= 0:
+                raise InputError(f"device {self.name}: efficiency[{op}] is {value}; it must be positive")
         if not 0 < self.share <= 1:
             raise InputError(f"device {self.name}: share is {self.share}; it must be above 0 and at most 1")
 
@@ -219,8 +227,30 @@ class Cluster(Spec, frozen=True, kw_only=True, dict=True):
         ports += [Port(f"{there.name}:nic:in", there.nic.bandwidth_Bps, there.nic.name), into]
         return Path(latency, tuple(ports), level)
 
+    @staticmethod
+    def load(path: str | FilePath) -> Cluster:
+        """From a cluster file (docs/cluster.md); InputError names the file, line and key of what is wrong."""
+        from mixfleet import cluster_file
+
+        return cluster_file.load(path)
+
+    def save(self, path: str | FilePath, header: str = "") -> None:
+        """To a cluster file from which `load` makes an equal cluster; comments of an existing file stay."""
+        from mixfleet import cluster_file
+
+        cluster_file.save(self, path, header)
+
     def fingerprint(self) -> str:
-        """Short hash of the whole description, to tell that a plan was made for another cluster."""
+        """Short hash of which devices sit where, to tell that a plan was made for another cluster.
+
+        Measured figures are left out: a plan stays valid when the same machines are measured again.
+        """
         from hashlib import sha256
 
-        return sha256(msgspec.json.encode(self)).hexdigest()[:12]
+        seats = [(n.name, n.rack, n.zone, [(d.name, d.cores) for d in n.devices]) for n in self.nodes]
+        return sha256(msgspec.json.encode(seats)).hexdigest()[:12]
+
+
+def device_named(name: str) -> Device:
+    """A device of the catalog; InputError with the nearest names for an unknown one."""
+    return Device(**device_fields(name))

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import Literal
 
+from mixfleet.cluster import Cluster
 from mixfleet.errors import InputError
+from mixfleet.job import Job
 from mixfleet.spec import Spec
 
 Recompute = Literal["none", "selective", "full"]
@@ -96,3 +100,123 @@ class Plan(Spec, frozen=True, kw_only=True, dict=True):
     @property
     def global_batch(self) -> int:
         return sum(p.samples * p.replicas for p in self.pipelines)
+
+
+def why_not(plan: Plan, job: Job, cluster: Cluster) -> str | None:
+    """The first reason why a plan is impossible for a job on a cluster, with the nearest legal value; None if it is.
+
+    Memory is not judged here: that is what a prediction says.
+    """
+    return next(_reasons(plan, job, cluster), None)
+
+
+def _reasons(plan: Plan, job: Job, cluster: Cluster) -> Iterator[str]:
+    yield from _wrong_cluster(plan, cluster)
+    used: dict[int, str] = {}
+    for p, pipeline in enumerate(plan.pipelines):
+        yield from _wrong_batch(pipeline, f"pipelines[{p}]")
+        yield from _wrong_blocks(pipeline, job, f"pipelines[{p}]")
+        for s, stage in enumerate(pipeline.stages):
+            yield from _wrong_stage(stage, pipeline.replicas, job, cluster, used, f"pipelines[{p}].stages[{s}]")
+    if plan.global_batch != job.global_batch:
+        yield (f"the pipelines take {plan.global_batch} sequences per step; the job's global batch is "
+               f"{job.global_batch}. Change `samples` by {job.global_batch - plan.global_batch:+d} in all")
+    yield from _wrong_sharding(plan)
+
+
+def _wrong_cluster(plan: Plan, cluster: Cluster) -> Iterator[str]:
+    if plan.cluster_fingerprint and plan.cluster_fingerprint != cluster.fingerprint():
+        yield (f"the plan was made for another cluster ({plan.cluster or 'unnamed'}, {plan.cluster_fingerprint}); this "
+               f"is {cluster.name} ({cluster.fingerprint()}). Plan again, or remove `cluster_fingerprint` to use it here")
+
+
+def _wrong_batch(pipeline: Pipeline, where: str) -> Iterator[str]:
+    for name in ("samples", "micro_batch", "replicas"):
+        if getattr(pipeline, name) < 1:
+            yield f"{where}.{name} is {getattr(pipeline, name)}; it must be at least 1"
+    if pipeline.micro_batch > pipeline.samples:
+        yield (f"{where}.micro_batch is {pipeline.micro_batch}, more than its {pipeline.samples} samples; "
+               f"the largest is {pipeline.samples}")
+
+
+def _wrong_blocks(pipeline: Pipeline, job: Job, where: str) -> Iterator[str]:
+    blocks = len(job.model.blocks)
+    if not pipeline.stages:
+        yield f"{where}.stages is empty; a pipeline has at least one"
+    if len(pipeline.stages) > blocks:
+        yield f"{where} has {len(pipeline.stages)} stages for {blocks} blocks; at most {blocks}"
+    expected = 0
+    for s, stage in enumerate(pipeline.stages):
+        lo, hi = stage.blocks
+        if lo != expected or hi <= lo:
+            yield (f"{where}.stages[{s}].blocks is {lo}-{hi - 1}; it must begin at block {expected} and hold at least "
+                   "one block, so that no block is lost or doubled")
+        expected = hi
+    if expected != blocks:
+        yield (f"{where} holds blocks 0-{expected - 1}; {job.model.name} has {blocks} (0-{blocks - 1}, embedding and "
+               "head included)")
+
+
+def _wrong_stage(stage: Stage, replicas: int, job: Job, cluster: Cluster, used: dict[int, str],
+                 where: str) -> Iterator[str]:
+    if stage.tensor < 1:
+        yield f"{where}.tensor is {stage.tensor}; it must be at least 1"
+    elif len(stage.devices) != replicas * stage.tensor:
+        yield (f"{where}.devices lists {len(stage.devices)} devices; {replicas} replicas of tensor degree "
+               f"{stage.tensor} need {replicas * stage.tensor}")
+    for rank in stage.devices:
+        if not 0 <= rank < len(cluster.devices):
+            yield f"{where}.devices has {rank}; {cluster.name} has devices 0-{len(cluster.devices) - 1}"
+        if rank in used:
+            yield f"{where}.devices has {rank}, which {used[rank]} uses already"
+        used[rank] = where
+    limits = (*job.model.tensor_limit, ("positions of a sequence", job.seq_len))
+    for what, count in limits:
+        if count % stage.tensor:
+            legal = [d for d in range(1, count + 1) if all(c % d == 0 for _, c in limits)]
+            near = sorted(sorted(legal, key=lambda d: abs(d - stage.tensor))[:2])
+            yield (f"{where}.tensor is {stage.tensor}, which does not divide {count} {what}; nearest that does: "
+                   f"{' or '.join(map(str, near))}")
+
+
+def _wrong_sharding(plan: Plan) -> Iterator[str]:
+    shard, n = plan.sharding, len(plan.replicas)
+    degrees = {"weights": shard.weights, "gradients": shard.gradients, "optimizer": shard.optimizer}
+    for name, degree in degrees.items():
+        if degree < 1:
+            yield f"sharding.{name} is {degree}; it must be at least 1"
+        if degree > n:
+            yield (f"sharding.{name} is {degree}, but there is nothing to shard: the plan has one data-parallel replica"
+                   if n == 1 else
+                   f"sharding.{name} is {degree}; the plan has {n} data-parallel replicas, so at most {n}")
+    if shard.prefetch < 0:
+        yield f"sharding.prefetch is {shard.prefetch}; it cannot be negative"
+    if not shard.weights <= shard.gradients <= shard.optimizer:
+        yield (f"sharding is weights {shard.weights}, gradients {shard.gradients}, optimizer {shard.optimizer}; the "
+               "degrees cannot fall in this order (what is updated must be owned by those who hold its gradient)")
+    for kind, degree in (("weights", shard.weights), ("gradients", shard.gradients)):
+        if degree == 1:
+            continue
+        for group in groups(n, degree):
+            yield from _unlike([plan.pipelines[p] for p in dict.fromkeys(plan.replicas[k][0] for k in group)], kind)
+
+
+def _unlike(together: list[Pipeline], kind: str) -> Iterator[str]:
+    """Replicas that shard weights or gradients among them exchange them at every micro-batch, so they go in step."""
+    first = together[0]
+    for other in together[1:]:
+        counts = len(first.micro_batches), len(other.micro_batches)
+        if counts[0] != counts[1]:
+            yield (f"sharding.{kind} puts pipelines of {counts[0]} and {counts[1]} micro-batches into one group; they "
+                   "exchange at every micro-batch, so the numbers must be equal. Change `micro_batch` or `samples`")
+        if kind == "weights" and [s.blocks for s in first.stages] != [s.blocks for s in other.stages]:
+            yield ("sharding.weights puts pipelines with different stages into one group; they gather the same blocks "
+                   "at the same time, so their block ranges must be equal")
+
+
+def groups(replicas: int, degree: int) -> tuple[range, ...]:
+    """Consecutive replicas in `replicas // degree` groups, larger ones first; none is smaller than the degree."""
+    count = max(1, replicas // degree)
+    size, extra = divmod(replicas, count)
+    starts = [g * size + min(g, extra) for g in range(count + 1)]
+    return tuple(range(a, b) for a, b in pairwise(starts))

@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from mixfleet.model.spec import Model, Param
-from mixfleet.plan import Plan
+from mixfleet.plan import Plan, groups
 from mixfleet.program.action import GATHER, PUBLISH, REDUCE
 
 Kind = Literal["weights", "gradients", "optimizer"]
@@ -95,14 +95,6 @@ class Comm(NamedTuple):
 def cut(size: int, pieces: int, index: int) -> tuple[int, int]:
     """Piece `index` of [0, size) cut into `pieces` as evenly as can be."""
     return size * index // pieces, size * (index + 1) // pieces
-
-
-def groups(replicas: int, degree: int) -> tuple[range, ...]:
-    """Consecutive replicas in `replicas // degree` groups, larger ones first; none is smaller than the degree."""
-    count = max(1, replicas // degree)
-    size, extra = divmod(replicas, count)
-    starts = [g * size + min(g, extra) for g in range(count + 1)]
-    return tuple(range(a, b) for a, b in pairwise(starts))
 
 
 class Layout:
@@ -359,10 +351,12 @@ class Layout:
         """Whether a G, R, Y or P action moves anything at all."""
         n = len(self._replicas)
         w, g, o = self._degree.values()
-        if op == GATHER:
+        if op == GATHER:  # the same for all units, empty ones too
             return w > 1
         if op == REDUCE:
             return g > 1
+        if not self.units[u].elements:
+            return False
         if op == PUBLISH:
             return o > 1 and self._index["weights"] != self._index["optimizer"]
         if g == 1:
@@ -374,7 +368,7 @@ class Layout:
 
         All columns that the rank holds move in one exchange; it is priced over the ranks of the largest column.
         """
-        if not self.needed(op, u):
+        if not self.units[u].elements or not self.needed(op, u):
             return ()
         k = self.places[rank].replica
         held = self.held(u, rank)
