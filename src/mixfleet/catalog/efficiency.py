@@ -18,7 +18,7 @@ EFFICIENCY: dict[str, dict[str, float]] = {
     "Blackwell": {"gemm": 0.68, "attention": 0.45},
     "cpu": {"gemm": 0.70, "attention": 0.30},
 }
-"""Generation (first word of `Device.arch`) to operator kind to fraction of the roofline."""
+"""Device name or generation (first word of `Device.arch`) to operator kind to fraction of the roofline."""
 
 LAUNCH_S: dict[str, float] = {"gpu": 5e-6, "cpu": 20e-6}
 """Seconds per kernel that do not shrink with the work: launch, ramp-up and tail."""
@@ -34,3 +34,6 @@ LINK_EFFICIENCY: tuple[tuple[str, float], ...] = (
 
 COLLECTIVE_S: dict[str, float] = {"gpu": 10e-6, "cpu": 100e-6}
 """Seconds of a collective call that depend neither on bytes nor on ranks."""
+
+SEND_S: dict[str, float] = {"gpu": 8e-6, "cpu": 50e-6}
+"""Seconds of a message besides its bytes and the latency of its way."""

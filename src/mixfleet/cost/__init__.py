@@ -1,0 +1,1 @@
+"""Pure functions that price compute, communication, memory and money. Each question is answered in one place."""

@@ -1,0 +1,197 @@
+"""Seconds of compute: operators by a roofline with fitted efficiencies, blocks as sums of them, the optimizer step.
+
+An operator takes `max(flops / peak, bytes / bandwidth) / efficiency + launches * launch_s` (Williams, Waterman and
+Patterson, 2009). Measured `BlockTime`s of a device replace all that. See `docs/cost-model.md`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from mixfleet.catalog.efficiency import DEFAULT, EFFICIENCY, FUSED_ATTENTION, LAUNCH_S
+from mixfleet.cluster import BlockTime, Device
+from mixfleet.errors import InputError
+from mixfleet.job import PRECISIONS, Job
+from mixfleet.model.spec import Block, Op
+
+Recompute = Literal["none", "selective", "full"]
+
+LAUNCHES: dict[str, tuple[int, int]] = {
+    "gemm": (1, 2), "attention": (1, 2), "norm": (1, 2), "softmax": (1, 1), "elementwise": (1, 1),
+    "embedding": (1, 2), "loss": (3, 3),
+}
+"""Kernels per operator, forward and backward."""
+EAGER_LAUNCHES = (5, 7)
+"""Attention without a fused kernel: two products, scale, mask, softmax; and their gradients."""
+EAGER_SCORE_PASSES = (6, 8)
+"""Times that the s*s scores are read or written without a fused kernel: stored by the first product, scaled and masked
+(2), softmax (2), read by the second product; backward adds the gradient of each."""
+OPTIMIZER_PASSES = {"adamw": {"fused": 6, "foreach": 18}, "sgd": {"fused": 2, "foreach": 4}}
+"""fp32 elements read or written per parameter besides its gradient and the 16-bit copy of the weight: master weight
+and moments once in and once out if fused; one pass per elementary operation of the formula if not."""
+
+_FALLBACK = {"bf16": ("bf16", "fp16", "fp32"), "fp16": ("fp16", "bf16", "fp32"), "tf32": ("tf32", "fp32"),
+             "fp32": ("fp32",), "fp64": ("fp64",)}
+
+
+class BlockCost(NamedTuple):
+    """Seconds of one micro-batch on one rank, communication excluded. `backward_s` is without `recompute_s`."""
+
+    forward_s: float
+    backward_s: float
+    recompute_s: float
+
+
+def generation(device: Device) -> str:
+    """The key of the efficiency tables: `cpu`, or the first word of the architecture, such as `Ampere`."""
+    return "cpu" if device.kind == "cpu" else (device.arch.split() or [""])[0]
+
+
+def compute_dtype(device: Device, precision: str) -> str:
+    """The type in which `device` computes a job of this precision.
+
+    A device without bf16 units computes a 16-bit job in fp16 (autocast with loss scaling), one with neither in
+    fp32; tf32 becomes fp32 where there is none. fp32 and fp64 have no substitute: InputError.
+    """
+    for dtype in _FALLBACK[precision]:
+        if dtype in device.flops:
+            return dtype
+    raise InputError(f"{device.name} cannot compute {precision}; it has {', '.join(sorted(device.flops))}")
+
+
+def fused_attention(device: Device, job: Job) -> bool:
+    """Whether attention keeps no s*s scores: as the job forces it, else where a flash kernel exists.
+
+    Devices of an unknown generation count as having one if they have bf16 units.
+    """
+    if job.attention != "auto":
+        return job.attention == "fused"
+    kind = generation(device)
+    return kind in FUSED_ATTENTION if kind else "bf16" in device.flops
+
+
+def efficiency(device: Device, kind: str) -> float:
+    """Fraction of the roofline that operators of `kind` reach on `device`."""
+    for table in (device.efficiency, EFFICIENCY.get(device.name, {}), EFFICIENCY.get(generation(device), {})):
+        if kind in table:
+            return table[kind]
+    return EFFICIENCY[DEFAULT][kind]
+
+
+def launch_s(device: Device) -> float:
+    """Seconds that a kernel takes however small it is."""
+    return LAUNCH_S[device.kind] if device.launch_s is None else device.launch_s
+
+
+def _roofline_s(flops: float, nbytes: float, peak: float, device: Device, kind: str) -> float:
+    return max(flops / peak, nbytes / device.memory_Bps) / efficiency(device, kind) / device.share
+
+
+def visible(op: Op, kv: float) -> float:
+    """Part of the square of scores that a fused kernel computes under a causal mask and a sliding window."""
+    window = min(op.window or kv, kv) / kv
+    if not op.causal:
+        return window
+    return window - window * window / 2
+
+
+def op_s(op: Op, b: int, s: int, t: int, device: Device, precision: str, *, fused: bool = True) -> tuple[float, float]:
+    """Seconds of one operator, forward and backward, for micro-batch b, sequence length s, tensor degree t.
+
+    `fused` concerns attention only. A fused backward computes five products for the forward's two (Dao, 2023).
+    """
+    dtype = compute_dtype(device, precision)
+    element = 4 if op.kind == "loss" else PRECISIONS[precision].compute_bytes
+    flops, back_flops = op.flops.at(b, s, t), op.backward_flops.at(b, s, t)
+    nbytes, back_bytes = element * op.traffic.at(b, s, t), element * op.backward_traffic.at(b, s, t)
+    peak = device.flops[dtype] if op.kind in ("gemm", "attention") else device.vector_flops
+    launches, back_launches = LAUNCHES[op.kind]
+    if op.kind == "attention":
+        q, kv, heads, batch = (op.shape[name].at(b, s, t) for name in ("q", "kv", "heads", "batch"))
+        back_flops = (2.5 if fused else 2.0) * flops
+        if fused:
+            part = visible(op, kv)
+            forward = _roofline_s(flops * part, nbytes, peak, device, "attention")
+            backward = _roofline_s(back_flops * part, back_bytes, peak, device, "attention")
+        else:
+            scores = element * batch * heads * q * kv
+            forward, backward = (
+                _roofline_s(work, moved, peak, device, "gemm")
+                + _roofline_s(0, passes * scores, peak, device, "elementwise")
+                for work, moved, passes in zip((flops, back_flops), (nbytes, back_bytes), EAGER_SCORE_PASSES))
+            launches, back_launches = EAGER_LAUNCHES
+    else:
+        forward = _roofline_s(flops, nbytes, peak, device, op.kind)
+        backward = _roofline_s(back_flops, back_bytes, peak, device, op.kind)
+    launch = launch_s(device) / device.share
+    return (forward + launches * launch, backward + (back_launches * launch if back_flops or back_bytes else 0.0))
+
+
+def block_cost(block: Block, micro_batch: int, seq_len: int, tensor: int, device: Device, job: Job,
+               recompute: Recompute = "none") -> BlockCost:
+    """Seconds of a block of `job.model` for one micro-batch on one rank of a tensor-parallel group.
+
+    Recompute repeats the whole forward if full, the attention cores if selective. Remembered per job, block kind,
+    device and shape.
+    """
+    memory: dict[tuple[object, ...], BlockCost] = job.__dict__.setdefault("_block_costs", {})
+    key = (block.kind, micro_batch, seq_len, tensor, device, recompute)
+    if key not in memory:
+        memory[key] = _block_cost(block, micro_batch, seq_len, tensor, device, job, recompute)
+    return memory[key]
+
+
+def _block_cost(block: Block, micro_batch: int, seq_len: int, tensor: int, device: Device, job: Job,
+                recompute: Recompute) -> BlockCost:
+    forward = backward = core = 0.0
+    fused = fused_attention(device, job)
+    for op in block.ops:
+        f, g = op_s(op, micro_batch, seq_len, tensor, device, job.precision, fused=fused)
+        forward, backward = forward + f, backward + g
+        core += f if op.kind == "attention" else 0.0
+    measured = [m for m in device.block_times if m.block == block.kind and m.seq_len == seq_len
+                and m.precision == job.precision and m.tensor == tensor]
+    if measured:
+        core_part = core / forward if forward else 0.0
+        forward, backward = _measured_s(measured, micro_batch)
+        core = core_part * forward
+    return BlockCost(forward, backward, {"none": 0.0, "selective": core, "full": forward}[recompute])
+
+
+def _measured_s(times: list[BlockTime], micro_batch: int) -> tuple[float, float]:
+    """Forward and backward seconds on the line through the two nearest measured micro-batches.
+
+    One measurement alone, and anything below the smallest, is at least proportional to the micro-batch.
+    """
+    points = sorted(times, key=lambda m: m.micro_batch)
+    for point in points:
+        if point.micro_batch == micro_batch:
+            return point.forward_s, point.backward_s
+    low = points[0]
+    scale = micro_batch / low.micro_batch
+    if len(points) == 1:
+        return low.forward_s * scale, low.backward_s * scale
+    above = next((i for i, p in enumerate(points) if p.micro_batch > micro_batch), len(points) - 1)
+    a, b = points[max(above, 1) - 1], points[max(above, 1)]
+    part = (micro_batch - a.micro_batch) / (b.micro_batch - a.micro_batch)
+    forward = a.forward_s + part * (b.forward_s - a.forward_s)
+    backward = a.backward_s + part * (b.backward_s - a.backward_s)
+    if micro_batch < low.micro_batch:
+        return max(forward, low.forward_s * scale), max(backward, low.backward_s * scale)
+    return max(forward, a.forward_s), max(backward, a.backward_s)
+
+
+def optimizer_s(elements: int, device: Device, job: Job, *,
+                implementation: Literal["fused", "foreach"] = "fused") -> float:
+    """Seconds of an optimizer step over `elements` parameters owned by this device; bound by memory bandwidth."""
+    if not elements:
+        return 0.0
+    passes = OPTIMIZER_PASSES[job.optimizer.name][implementation]
+    if job.optimizer.name == "sgd" and job.optimizer.moments:
+        passes += 2
+    state = 8 if job.precision == "fp64" else 4
+    sizes = job.bytes
+    nbytes = passes * state + sizes.gradient_bytes + (sizes.weight_bytes if sizes.master_bytes else 0)
+    kernels = 1 if implementation == "fused" else passes // 2
+    return (elements * nbytes / device.memory_Bps / efficiency(device, "optimizer")
+            + kernels * launch_s(device)) / device.share
