@@ -164,8 +164,7 @@ def _plain(tree: Any, at: Keys, lines: dict[Keys, int], path: str) -> Any:
         raise InputError(f"the tag {tree.tag.value!r} is not allowed", where=Document(path, {}, lines).where(at))
     if tree is None or isinstance(tree, bool):
         return tree
-    return next((plain(tree) for plain in (int, float) if isinstance(tree, plain)), None) or (
-        0 if isinstance(tree, (int, float)) else str(tree))
+    return int(tree) if isinstance(tree, int) else float(tree) if isinstance(tree, float) else str(tree)
 
 
 def _kind_of(tree: Any) -> str:
@@ -212,6 +211,7 @@ def _styled(data: Any) -> Any:
     """ruamel's containers, on one line where that is short."""
     from ruamel.yaml.comments import CommentedMap, CommentedSeq
 
+    tree: Any
     if isinstance(data, Mapping):
         tree = CommentedMap({k: _styled(v) for k, v in data.items()})
     elif isinstance(data, (list, tuple)):

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Literal
 
+import msgspec
+
 from mixfleet.errors import InputError
+from mixfleet.files import FORMAT_KEY, VERSIONS, decode, read_spec, write_yaml
 from mixfleet.model.spec import Model
 from mixfleet.spec import Spec
 
@@ -114,3 +119,35 @@ class Job(Spec, frozen=True, kw_only=True, dict=True):
     @property
     def tokens_per_step(self) -> int:
         return self.global_batch * self.seq_len
+
+    @staticmethod
+    def load(path: str | Path) -> Job:
+        """From a job file; `model` is a well-known name, the path of a config.json relative to it, or a mapping."""
+        from mixfleet.model.families import build
+
+        path = Path(path)
+        doc = read_spec(path, "job")
+        source = doc.data.get("model")
+        if not isinstance(source, (str, dict)):
+            raise InputError("give a well-known name, the path of a config.json, or a mapping of layers, hidden, ...",
+                             where=doc.where(("model",)))
+        if isinstance(source, str) and (path.parent / source).is_file():
+            source = path.parent / source
+        try:
+            doc.data["model"] = build(source)
+        except InputError as error:
+            raise InputError(str(error), where=doc.where(("model",))) from None
+        doc.data.setdefault("name", path.stem)
+        job = decode(doc, Job)
+        if not job.data.path or Path(job.data.path).is_absolute():
+            return job
+        return job.replace(data=job.data.replace(path=str(path.parent / job.data.path)))
+
+    def save(self, path: str | Path, header: str = "") -> None:
+        """To a job file from which `load` makes an equal job."""
+        path = Path(path)
+        data = msgspec.to_builtins(self.replace(model=Model(name="", family="", blocks=())))
+        data["model"] = self.model.config
+        if self.data.path:
+            data["data"]["path"] = os.path.relpath(self.data.path, path.parent)
+        write_yaml(path, {FORMAT_KEY: f"job/{VERSIONS['job']}", **data}, header)

@@ -5,7 +5,9 @@ Inside the package every number is in seconds, bytes, bytes per second, FLOP or 
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Callable
 
 from mixfleet.errors import InputError
 
@@ -15,7 +17,7 @@ NS_PER_S = 10**9
 
 _PREFIX = {"": 1, "K": KB, "k": KB, "M": MB, "G": GB, "T": TB, "P": 10**15,
            "Ki": KiB, "Mi": MiB, "Gi": GiB, "Ti": TiB}
-_NUMBER = re.compile(r"\s*([+-]?[\d_]+(?:\.\d*)?(?:[eE][+-]?\d+)?)\s*(.*?)\s*$")
+_NUMBER = re.compile(r"\s*([+-]?(?:\d[\d_]*(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?)\s*(.*?)\s*$")
 _BYTES = re.compile(r"(Ki|Mi|Gi|Ti|[KkMGTP])?(B|b|bit|bits)?$")
 _FLOPS = re.compile(r"([KkMGTP])?FLOP(?:/s|S|s)?$")
 _TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9, "min": 60.0, "h": 3600.0}
@@ -25,6 +27,8 @@ def _split(value: str | int | float, what: str) -> tuple[float, str]:
     if isinstance(value, bool):
         raise InputError(f"{what} is {value}; it must be a quantity")
     if isinstance(value, (int, float)):
+        if not math.isfinite(value):
+            raise InputError(f"{what} is {value}; it must be a finite number")
         return float(value), ""
     match = _NUMBER.match(value)
     if not match:
@@ -102,3 +106,29 @@ def show_count(value: float) -> str:
 def show_flops(value: float) -> str:
     """FLOP per second: `312 TFLOP/s`."""
     return _scaled(value, ((1e15, "PFLOP/s"), (1e12, "TFLOP/s"), (1e9, "GFLOP/s"), (1e6, "MFLOP/s"), (1, "FLOP/s")))
+
+
+def text_bytes(value: int) -> str:
+    """Text from which `parse_bytes` reads exactly this value."""
+    return _exact(value, parse_bytes, {"GB": GB, "GiB": GiB, "MiB": MiB, "KiB": KiB})
+
+
+def text_rate(value: float, bits: bool = False) -> str:
+    """Text from which `parse_rate` reads exactly this value; in bits per second for network adapters."""
+    return _exact(value, parse_rate, {"Gb/s": GB / 8, "Mb/s": MB / 8} if bits else {"GB/s": GB, "MB/s": MB})
+
+
+def text_seconds(value: float) -> str:
+    """Text from which `parse_seconds` reads exactly this value."""
+    return _exact(value, parse_seconds, {"s": 1.0, "ms": 1e-3, "us": 1e-6})
+
+
+def text_flops(value: float) -> str:
+    """Text from which `parse_flops` reads exactly this value."""
+    return _exact(value, parse_flops, {"TFLOP/s": 10**12, "GFLOP/s": 10**9})
+
+
+def _exact(value: float, parse: Callable[[str], float], units: dict[str, float]) -> str:
+    """The shortest text in one of `units` that parses to `value`; the plain number where rounding spoils them all."""
+    texts = [f"{value / size:.{digits}g} {unit}" for unit, size in units.items() for digits in (12, 17)]
+    return min((t for t in texts if parse(t) == value), key=len, default=repr(value))

@@ -2,7 +2,7 @@
 
 A blank cell is a figure that no source gives with certainty. `usable_gib` is what the driver leaves to programs of
 the nominal `mem_gb` (2**30 bytes each): the total capacity that PyTorch names in the out-of-memory messages of public
-threads, the smaller one where they differ. `link_peers` is set where NVLink is a bridge that reaches so many other cards.
+threads, the smaller one where they differ. `link_peers` is set where NVLink is a bridge, to the cards that it reaches.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ def names() -> tuple[str, ...]:
     return (*rows(), "cpu")
 
 
-def device_fields(name: str, where: str = "") -> dict[str, Any]:
+def device_fields(name: str) -> dict[str, Any]:
     """The fields of `mixfleet.cluster.Device` for a known device. InputError for an unknown or incomplete one."""
     if name == "cpu":
         return CPU
     row = rows().get(_canonical(name))
     if row is None:
-        raise unknown("device", name, names(), where=where)
+        raise unknown("device", name, names())
     missing = [what for column, what in _ESSENTIAL.items() if not row[column]]
     if missing:
         note = f" ({row['note']})" if row["note"] else ""
         raise InputError(f"device {row['gpu']!r}: no source gives its {' or its '.join(missing)}{note}; describe it "
-                         "by its own figures, with a name of your own", where=where)
+                         "by its own figures, with a name of your own")
     flops = {dtype: max(float(row[c]) for c in columns if row[c]) * TFLOP
              for dtype, columns in _FLOPS.items() if any(row[c] for c in columns)}
     nominal = float(row["mem_gb"])
