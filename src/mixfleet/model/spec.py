@@ -124,7 +124,10 @@ class Saved(Spec, frozen=True, kw_only=True):
 
 
 class TensorComm(Spec, frozen=True, kw_only=True):
-    """A collective inside the tensor-parallel group; it carries `size` elements in total (the gathered tensor)."""
+    """A collective inside the tensor-parallel group; it carries `size` elements in total (the gathered tensor).
+
+    `bytes_per_element` is None for the compute type, 4 for fp32 (or the compute type, if that is wider).
+    """
 
     op: Literal["all_gather", "reduce_scatter", "all_reduce"]
     phase: Literal["forward", "backward"]
@@ -144,8 +147,12 @@ class Block(Spec, frozen=True, kw_only=True, dict=True):
     boundary: Size
     """Elements of the output that go to the next block, per rank (sequence-sharded under tensor parallelism)."""
     workspace: Size = Size()
-    """Elements of the largest temporary alive during the block (fp32 logits and their gradient for the head)."""
+    """Elements of the largest fp32 temporary alive during the block (the softmax over the vocabulary in the head)."""
     workspace_bytes_per_element: int = 4
+    temporaries: Size = Size()
+    """Elements, in the compute type, of what is alive besides: gradients inside the MLP, of the logits in the head."""
+    unfused_temporaries: Size = Size()
+    """The same for attention where it is not fused; the larger of the two counts."""
     tensor_comm: tuple[TensorComm, ...] = ()
 
     @cached_property
