@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
 
 from mixfleet.cluster import Cluster
 from mixfleet.errors import InputError
+from mixfleet.files import FORMAT_KEY, VERSIONS, Document, Keys, decode, read_spec, write_yaml
 from mixfleet.job import Job
 from mixfleet.spec import Spec
 
@@ -101,6 +105,57 @@ class Plan(Spec, frozen=True, kw_only=True, dict=True):
     def global_batch(self) -> int:
         return sum(p.samples * p.replicas for p in self.pipelines)
 
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """From a plan file, where `devices` may hold ranges: `[0-7, 12]`. InputError names file, line and key."""
+        doc = read_spec(path, "plan")
+        for keys, stage in _stages(doc.data):
+            if "devices" in stage:
+                stage["devices"] = _expanded(stage["devices"], doc, (*keys, "devices"))
+        return decode(doc, Plan)
+
+    def save(self, path: str | Path, header: str = "") -> None:
+        """To a plan file from which `load` makes an equal plan; comments of an existing file stay."""
+        data = msgspec.to_builtins(self)
+        for _, stage in _stages(data):
+            stage["devices"] = _ranges(stage["devices"])
+        write_yaml(path, {FORMAT_KEY: f"plan/{VERSIONS['plan']}", **data}, header)
+
+
+def _stages(data: dict[str, Any]) -> Iterator[tuple[Keys, dict[str, Any]]]:
+    """The stages of a plan file and their keys, as far as it has the right form: `decode` complains about the rest."""
+    pipelines = data.get("pipelines")
+    for p, pipeline in enumerate(pipelines if isinstance(pipelines, (list, tuple)) else ()):
+        stages = pipeline.get("stages") if isinstance(pipeline, dict) else ()
+        for s, stage in enumerate(stages if isinstance(stages, (list, tuple)) else ()):
+            if isinstance(stage, dict):
+                yield ("pipelines", p, "stages", s), stage
+
+
+def _expanded(devices: Any, doc: Document, keys: Keys) -> list[Any]:
+    ranks: list[Any] = []
+    for entry in devices if isinstance(devices, list) else [devices]:
+        first, dash, last = str(entry).partition("-")
+        if isinstance(entry, str) and dash and first.strip().isdecimal() and last.strip().isdecimal():
+            if int(first) > int(last):
+                raise InputError(f"the range {entry!r} runs backwards", where=doc.where(keys))
+            ranks += range(int(first), int(last) + 1)
+        else:
+            ranks.append(entry)
+    return ranks
+
+
+def _ranges(ranks: Sequence[int]) -> list[int | str]:
+    """Runs of three and more consecutive ranks as text, such as `0-7`."""
+    shown: list[int | str] = []
+    start = 0
+    for i in range(1, len(ranks) + 1):
+        if i == len(ranks) or ranks[i] != ranks[i - 1] + 1:
+            run = ranks[start:i]
+            shown += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else run
+            start = i
+    return shown
+
 
 def why_not(plan: Plan, job: Job, cluster: Cluster) -> str | None:
     """The first reason why a plan is impossible for a job on a cluster, with the nearest legal value; None if it is.
@@ -126,7 +181,7 @@ def _reasons(plan: Plan, job: Job, cluster: Cluster) -> Iterator[str]:
 
 def _wrong_cluster(plan: Plan, cluster: Cluster) -> Iterator[str]:
     if plan.cluster_fingerprint and plan.cluster_fingerprint != cluster.fingerprint():
-        yield (f"the plan was made for another cluster ({plan.cluster or 'unnamed'}, {plan.cluster_fingerprint}); this "
+        yield (f"the plan was made for another cluster ({plan.cluster_fingerprint}); this "
                f"is {cluster.name} ({cluster.fingerprint()}). Plan again, or remove `cluster_fingerprint` to use it here")
 
 
