@@ -119,7 +119,8 @@ class Plan(Spec, frozen=True, kw_only=True, dict=True):
         data = msgspec.to_builtins(self)
         for _, stage in _stages(data):
             stage["devices"] = _ranges(stage["devices"])
-        write_yaml(path, {FORMAT_KEY: f"plan/{VERSIONS['plan']}", **data}, header)
+        first = {key: data.pop(key) for key in ("name", "job", "cluster", "cluster_fingerprint") if key in data}
+        write_yaml(path, {FORMAT_KEY: f"plan/{VERSIONS['plan']}", **first, **data}, header)
 
 
 def _stages(data: dict[str, Any]) -> Iterator[tuple[Keys, dict[str, Any]]]:
