@@ -1,0 +1,363 @@
+"""State buffers and the transfers between them.
+
+Every movement of weights and gradients is a set of `Move`s. A rank sends all that one action moves to a peer as one
+message, directly to where it is needed: each byte crosses the wire once, so the bytes sent are those of the layout.
+Each sum is taken by one rank in a fixed order and copied to the others, so replicas are bitwise equal.
+Streams make transfers asynchronous: a worker thread on CPU, a CUDA stream on GPUs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mixfleet.program.layout import Move, Reduction
+
+
+class Part(NamedTuple):
+    """Elements [lo, hi) of a column of the layout, at `offset` of a buffer."""
+
+    column: int
+    lo: int
+    hi: int
+    offset: int
+
+
+class Flat:
+    """Parts of a unit's state side by side in one 1-D buffer, which can be released and brought back.
+
+    Views stay valid over `release` and `restore`, because only the storage behind them shrinks and grows; so module
+    parameters can point into a buffer that exists only while it is needed.
+    """
+
+    def __init__(self, parts: Iterable[Part], data: Tensor, *, owner: bool = True) -> None:
+        self.parts = tuple(p for p in parts if p.lo < p.hi)
+        self.data = data
+        self.nbytes = data.untyped_storage().nbytes() if owner else 0
+        self.held = True
+        self.task: Task | None = None
+        """The last transfer that reads or writes this buffer."""
+
+    @classmethod
+    def packed(cls, intervals: Iterable[tuple[int, int, int]], dtype: torch.dtype, device: torch.device) -> Flat:
+        """A buffer of its own for (column, lo, hi) intervals, one after another, zeroed."""
+        parts = []
+        at = 0
+        for column, lo, hi in intervals:
+            parts.append(Part(column, lo, hi, at))
+            at += hi - lo
+        return cls(parts, torch.zeros(at, dtype=dtype, device=device))
+
+    def narrowed(self, intervals: Iterable[tuple[int, int, int]]) -> Flat | None:
+        """The same memory, seen as fewer intervals; None if one of them is not all here."""
+        parts: list[Part] = []
+        for column, lo, hi in intervals:
+            found = self._find(column, lo, hi)
+            if sum(p.hi - p.lo for p in found) < hi - lo:
+                return None
+            parts += found
+        return Flat(parts, self.data, owner=False)
+
+    def _find(self, column: int, lo: int, hi: int) -> list[Part]:
+        found = []
+        for p in self.parts:
+            a, b = max(lo, p.lo), min(hi, p.hi)
+            if p.column == column and a < b:
+                found.append(Part(column, a, b, p.offset + a - p.lo))
+        return sorted(found)
+
+    def views(self, column: int, lo: int, hi: int) -> list[Tensor]:
+        """1-D views that together are elements [lo, hi) of a column, in order."""
+        found = self._find(column, lo, hi)
+        assert sum(p.hi - p.lo for p in found) == hi - lo, f"[{lo}, {hi}) of column {column} is not in {self.parts}"
+        return [self.data[p.offset:p.offset + p.hi - p.lo] for p in found]
+
+    @property
+    def count(self) -> int:
+        return sum(p.hi - p.lo for p in self.parts)
+
+    def release(self) -> None:
+        """Give the memory back; contents are lost."""
+        self.wait()
+        if self.held and self.nbytes:
+            self.data.untyped_storage().resize_(0)
+            self.held = False
+
+    def restore(self) -> None:
+        """Have memory again, contents undefined."""
+        if not self.held:
+            self.data.untyped_storage().resize_(self.nbytes)
+            self.held = True
+
+    def wait(self) -> None:
+        """Until the last transfer that uses this buffer is done (on CUDA, only the current stream waits)."""
+        if self.task is not None:
+            self.task.wait()
+            self.task = None
+
+
+def merged(views: Iterable[Tensor]) -> list[Tensor]:
+    """1-D views, those that follow each other in memory joined."""
+    joined: list[Tensor] = []
+    for v in views:
+        if joined:
+            last = joined[-1]
+            same = last.untyped_storage()._cdata == v.untyped_storage()._cdata
+            if same and last.storage_offset() + last.numel() == v.storage_offset():
+                joined[-1] = last.as_strided((last.numel() + v.numel(),), (1,), last.storage_offset())
+                continue
+        if v.numel():
+            joined.append(v)
+    return joined
+
+
+class Task(Protocol):
+    """A transfer under way."""
+
+    def wait(self) -> None: ...
+
+
+Steps: TypeAlias = Iterator[Sequence[dist.Work]]
+"""A transfer as a generator that yields what it must wait for before it goes on."""
+
+
+class _Thread:
+    """Drives transfers in order on a worker thread; the caller has already posted the first messages."""
+
+    def __init__(self, name: str) -> None:
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
+
+    def run(self, start: Callable[[], Steps]) -> Task:
+        steps = start()
+        first = next(steps, ())
+        return _Joined(self._pool.submit(_drive, steps, first))
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+class _Joined:
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+
+    def wait(self) -> None:
+        self._future.result()
+
+
+def _drive(steps: Steps, first: Sequence[dist.Work]) -> None:
+    with torch.no_grad():
+        for work in first:
+            work.wait()
+        for works in steps:
+            for work in works:
+                work.wait()
+
+
+class _CudaStream:
+    """Enqueues transfers on a CUDA stream of their own; nothing blocks the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def run(self, start: Callable[[], Steps]) -> Task:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            _drive(start(), ())
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(self._stream)
+        return _Recorded(event)
+
+    def close(self) -> None:
+        self._stream.synchronize()
+
+
+class _Recorded:
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self._event)
+
+
+class Fabric:
+    """This rank's way to the others. Ranks are those of the cluster; `ranks` maps them to processes in order."""
+
+    def __init__(self, ranks: Sequence[int], rank: int, device: torch.device) -> None:
+        self.ranks, self.rank, self.device = tuple(ranks), rank, device
+        self.process = {r: i for i, r in enumerate(self.ranks)}
+        self.sent: Counter[tuple[str, int, int]] = Counter()
+        """Payload bytes by (kind, source rank, destination rank); every rank counts what it sends."""
+        self._lock = threading.Lock()
+        self._groups: dict[str, Any] = {}
+        self._streams: dict[str, _Thread | _CudaStream] = {}
+        self.world: Any = dist.new_group([self.process[r] for r in self.ranks])
+
+    def group(self, channel: str) -> Any:
+        """The communicator of a channel. gloo tells messages apart by tag; NCCL needs one for each order."""
+        if self.device.type != "cuda":
+            return self.world
+        return self._groups[channel]
+
+    def open(self, channels: Iterable[str]) -> None:
+        """Make the communicators, in the same order on all ranks."""
+        if self.device.type == "cuda":
+            for channel in channels:
+                self._groups[channel] = dist.new_group([self.process[r] for r in self.ranks])
+
+    def stream(self, name: str) -> _Thread | _CudaStream:
+        if name not in self._streams:
+            self._streams[name] = _CudaStream(self.device) if self.device.type == "cuda" else _Thread(name)
+        return self._streams[name]
+
+    def count(self, kind: str, dst: int, nbytes: int) -> None:
+        with self._lock:
+            self.sent[kind, self.rank, dst] += nbytes
+
+    def send(self, data: Tensor, dst: int, channel: str, tag: int) -> dist.Work:
+        """Start to send a contiguous tensor; it must stay unchanged until the work is done."""
+        self.count(channel, dst, data.nbytes)
+        work = dist.isend(data, group=self.group(channel), group_dst=self.process[dst], tag=tag)
+        assert work is not None
+        return work
+
+    def receive(self, data: Tensor, src: int, channel: str, tag: int) -> dist.Work:
+        work = dist.irecv(data, group=self.group(channel), group_src=self.process[src], tag=tag)
+        assert work is not None
+        return work
+
+    def close(self) -> None:
+        for stream in self._streams.values():
+            stream.close()
+
+
+class Copies:
+    """Moves that copy, as one rank carries them out: one message to and from each peer."""
+
+    def __init__(self, fabric: Fabric, moves: Sequence[Move], source: Flat, target: Flat, channel: str, tag: int
+                 ) -> None:
+        self.fabric, self.channel, self.tag = fabric, channel, tag
+        me = fabric.rank
+        self.sends = [(dst, merged(v for m in moves if m.src == me and m.dst == dst
+                                   for v in source.views(m.column, m.lo, m.hi)))
+                      for dst in dict.fromkeys(m.dst for m in moves if m.src == me)]
+        self.receives = [(src, merged(v for m in moves if m.src == src and m.dst == me
+                                      for v in target.views(m.column, m.lo, m.hi)))
+                         for src in dict.fromkeys(m.src for m in moves if m.dst == me)]
+
+    def steps(self) -> Steps:
+        works = []
+        scattered: list[tuple[Tensor, list[Tensor]]] = []
+        for src, views in self.receives:
+            message = views[0]
+            if len(views) > 1:
+                message = message.new_empty(sum(v.numel() for v in views))
+                scattered.append((message, views))
+            works.append(self.fabric.receive(message, src, self.channel, self.tag))
+        works += _send_all(self.fabric, self.sends, self.channel, self.tag)
+        yield works
+        for message, views in scattered:
+            torch._foreach_copy_(views, list(torch.split(message, [v.numel() for v in views])))
+
+
+class _Sum(NamedTuple):
+    """Where one sum goes, and its terms in order: the views of our own part, or the peer that a part comes from."""
+
+    target: list[Tensor]
+    terms: tuple[list[Tensor] | int, ...]
+
+
+class Sums:
+    """A `Reduction` as one rank carries it out: parts to those who add them up, then sums to those who want them.
+
+    With `accumulate` the sum is added to the target, and what is copied on is the accumulated value.
+    """
+
+    def __init__(self, fabric: Fabric, reduction: Reduction, source: Flat, target: Flat, channel: str, tag: int, *,
+                 accumulate: bool = False) -> None:
+        self.fabric, self.channel, self.tag, self.accumulate = fabric, channel, tag, accumulate
+        me = fabric.rank
+        self.like = source.data
+        moves = reduction.sums
+        self.sends = [(dst, merged(v for m in moves if m.src == me and m.dst == dst
+                                   for v in source.views(m.column, m.lo, m.hi)))
+                      for dst in dict.fromkeys(m.dst for m in moves if m.src == me)]
+        self.receives = [(src, [m.hi - m.lo for m in moves if m.src == src and m.dst == me])
+                         for src in dict.fromkeys(m.src for m in moves if m.dst == me)]
+        self.sums: list[_Sum] = []
+        for adder, column, lo, hi, ranks in reduction.terms:
+            if adder == me:
+                if len(ranks) == 2 and ranks[1] == me:  # a sum of two commutes, and ours is in place already
+                    ranks = ranks[::-1]
+                self.sums.append(_Sum(target.views(column, lo, hi), tuple(
+                    source.views(column, lo, hi) if r == me else r for r in ranks)))
+        self.copies = Copies(fabric, reduction.copies, target, target, channel, tag + 1)
+
+    def steps(self) -> Steps:
+        arrived: dict[int, Iterator[Tensor]] = {}
+        works = []
+        for src, sizes in self.receives:
+            message = self.like.new_empty(sum(sizes))
+            arrived[src] = iter(torch.split(message, sizes))
+            works.append(self.fabric.receive(message, src, self.channel, self.tag))
+        yield works + _send_all(self.fabric, self.sends, self.channel, self.tag)
+        for target, terms in self.sums:
+            self._add(target, [next(arrived[t]) if isinstance(t, int) else t for t in terms])
+        yield from self.copies.steps()
+
+    def _add(self, target: list[Tensor], terms: list[Tensor | list[Tensor]]) -> None:
+        first, *rest = terms
+        total = first if isinstance(first, list) else [first]
+        for term in rest:
+            _each(torch._foreach_add_, total, term if isinstance(term, list) else [term])
+        if self.accumulate:
+            _each(torch._foreach_add_, target, total)
+        elif not all(map(_same, total, target)) or len(total) != len(target):
+            _each(torch._foreach_copy_, target, total)
+
+
+def _each(apply: Any, targets: list[Tensor], values: list[Tensor]) -> None:
+    """Apply in place over two lists of views that cut the same elements differently."""
+    cuts = sorted({*accumulate(v.numel() for v in targets), *accumulate(v.numel() for v in values)})
+    sizes = [b - a for a, b in pairwise([0, *cuts])]
+    apply(_cut(targets, sizes), _cut(values, sizes))
+
+
+def _cut(views: list[Tensor], sizes: list[int]) -> list[Tensor]:
+    if len(views) == len(sizes):
+        return views
+    out: list[Tensor] = []
+    rest = iter(sizes)
+    for v in views:
+        at = 0
+        while at < v.numel():
+            n = next(rest)
+            out.append(v[at:at + n])
+            at += n
+    return out
+
+
+def _send_all(fabric: Fabric, sends: list[tuple[int, list[Tensor]]], channel: str, tag: int) -> list[dist.Work]:
+    return [fabric.send(v[0] if len(v) == 1 else torch.cat(v), dst, channel, tag) for dst, v in sends]
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.storage_offset() == b.storage_offset()
+
+
+def overlaps(length: int, parts: int, index: int, other_parts: int) -> list[tuple[int, int, int]]:
+    """Where shard `index` of `parts` of a sequence meets the shards of another cut: (other index, lo, hi)."""
+    lo, hi = length * index // parts, length * (index + 1) // parts
+    found = []
+    for j in range(other_parts):
+        a, b = max(lo, length * j // other_parts), min(hi, length * (j + 1) // other_parts)
+        if a < b:
+            found.append((j, a, b))
+    return found

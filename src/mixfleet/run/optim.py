@@ -1,0 +1,110 @@
+"""Optimizers on flat state. A rank updates exactly the elements whose optimizer state it owns.
+
+The rules are PyTorch's (`torch.optim.AdamW`, `torch.optim.SGD`). Weight decay touches tensors of two or more
+dimensions only, so norms and biases do not decay, as in nanoGPT.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mixfleet.job import Optimizer
+
+_CHUNK = {"cpu": 1 << 15, "cuda": 1 << 24}
+"""Elements updated at a time: on a CPU all passes over them stay in cache, on a GPU temporaries stay bounded."""
+
+
+def learning_rate(rule: Optimizer, step: int, steps: int) -> float:
+    """The rate of step `step` (from 0): linear warm-up to `lr`, then constant, linear or cosine decay to `min_lr`."""
+    if step < rule.warmup_steps:
+        return rule.lr * (step + 1) / rule.warmup_steps
+    end = rule.decay_steps or steps
+    if rule.decay == "constant":
+        return rule.lr
+    progress = min(1.0, (step - rule.warmup_steps) / max(1, end - rule.warmup_steps))
+    left = 1 - progress if rule.decay == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return rule.min_lr + (rule.lr - rule.min_lr) * left
+
+
+class Run(NamedTuple):
+    """Elements [lo, hi) of the owned piece that are updated alike."""
+
+    lo: int
+    hi: int
+    decays: bool
+
+
+def runs(parts: Sequence[Run]) -> list[Run]:
+    """Neighbours of the same kind joined."""
+    joined: list[Run] = []
+    for part in sorted(parts):
+        if joined and joined[-1].hi == part.lo and joined[-1].decays == part.decays:
+            joined[-1] = joined[-1]._replace(hi=part.hi)
+        elif part.lo < part.hi:
+            joined.append(part)
+    return joined
+
+
+class FlatOptimizer:
+    """State and update of one rank's piece of a unit: `parts` are its trainable elements.
+
+    `value` is what the rule works on (fp32 master weights, or the weights themselves) and has the size of the piece;
+    it may come as several views, which together are the piece. `state` holds one tensor per moment.
+    """
+
+    def __init__(self, rule: Optimizer, parts: Sequence[Run], value: Sequence[Tensor]) -> None:
+        self.rule = rule
+        count = sum(v.numel() for v in value)
+        names = ("exp_avg", "exp_avg_sq")[:rule.moments] if rule.name == "adamw" else ("momentum",)[:rule.moments]
+        self.state = {n: torch.zeros(count, dtype=value[0].dtype, device=value[0].device)
+                      for n in names} if count else {}
+        self.steps = 0
+        """Updates made so far; the bias correction of AdamW needs it."""
+        self._parts = runs(parts)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.state.values())
+
+    def step(self, value: Sequence[Tensor], gradient: Sequence[Tensor], scale: float | Tensor, lr: float,
+             copy: Sequence[Tensor] = ()) -> None:
+        """Update `value` by `scale * gradient`; `copy`, if given, receives the result in its own type.
+
+        All are lists of 1-D views that cut the same piece alike. The gradient is overwritten.
+        """
+        self.steps += 1
+        at = 0
+        for i, v in enumerate(value):
+            chunk = _CHUNK.get(v.device.type, v.numel())
+            for part in self._parts:
+                lo, hi = max(part.lo, at), min(part.hi, at + v.numel())
+                for a in range(lo, hi, chunk):
+                    b = min(hi, a + chunk)
+                    self._update(v[a - at:b - at], gradient[i][a - at:b - at], a, b, scale, lr,
+                                 self.rule.weight_decay if part.decays else 0.0)
+            if copy:
+                copy[i].copy_(v)
+            at += v.numel()
+
+    def _update(self, p: Tensor, raw: Tensor, lo: int, hi: int, scale: float | Tensor, lr: float, decay: float) -> None:
+        rule = self.rule
+        g = raw.to(p.dtype).mul_(scale)
+        if rule.name == "adamw":
+            (beta1, beta2), m, v = rule.betas, self.state["exp_avg"][lo:hi], self.state["exp_avg_sq"][lo:hi]
+            if decay:
+                p.mul_(1 - lr * decay)
+            m.lerp_(g, 1 - beta1)
+            v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+            root = torch.sqrt(v, out=g).div_(math.sqrt(1 - beta2**self.steps)).add_(rule.eps)
+            p.addcdiv_(m, root, value=-lr / (1 - beta1**self.steps))
+            return
+        if decay:
+            g.add_(p, alpha=decay)
+        if rule.momentum:
+            g = self.state["momentum"][lo:hi].mul_(rule.momentum).add_(g)
+        p.add_(g, alpha=-lr)
