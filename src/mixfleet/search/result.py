@@ -1,0 +1,100 @@
+"""What a search answers: plans with their predictions, and everything it can say about the plans that it did not choose."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from mixfleet.plan import Plan
+from mixfleet.sim.prediction import Prediction
+from mixfleet.spec import Spec
+
+Objective = Literal["time", "cost"]
+
+
+class Ranked(Spec, frozen=True, kw_only=True):
+    """One plan of the ranking."""
+
+    plan: Plan
+    prediction: Prediction
+    relative: float
+    """Its objective as a multiple of the best plan's: 1.0 for the best."""
+    summary: str
+    """The plan in one line: `4 x (A100 tp2 [0:20] | V100 tp4 [20:34]), 32 + 16 samples, ZeRO-1 over 8`."""
+
+
+class Alternative(Spec, frozen=True, kw_only=True):
+    """What one would have done without a search: the even plan, the fastest devices alone, DDP."""
+
+    name: str
+    summary: str = ""
+    plan: Plan | None = None
+    step_s: float | None = None
+    """None where it does not fit or is not possible."""
+    relative: float | None = None
+    why_not: str = ""
+
+
+class Rejection(Spec, frozen=True, kw_only=True):
+    """Candidates that were left out for one reason. `slower` is counted too: a true lower bound proved it."""
+
+    reason: str
+    count: int
+    example: str = ""
+
+
+class NearestMiss(Spec, frozen=True, kw_only=True):
+    """When nothing fits: the candidate that lacks least, what it lacks, and the closest change that makes it fit."""
+
+    device: int
+    """Rank of the device that lacks most in this candidate."""
+    device_name: str
+    node: str
+    lacks_bytes: int
+    phase: str
+    summary: str
+    plan: Plan
+    changes: tuple[str, ...] = ()
+    """Changes of the job that make a plan fit, the smallest first: `seq_len 4096 (now 8192)`."""
+
+
+class LeftOver(Spec, frozen=True, kw_only=True):
+    """Devices that the best plan does not use, and what they are good for."""
+
+    devices: tuple[int, ...]
+    device_name: str
+    nodes: tuple[str, ...]
+    reason: str
+    better_use: str
+
+
+class SearchResult(Spec, frozen=True, kw_only=True):
+    """The answer to one search; equal input gives an equal result, to the bit."""
+
+    plans: tuple[Ranked, ...]
+    """Best first; empty if nothing fits (then `nearest_miss` is set)."""
+    objective: Objective
+    why: tuple[str, ...] = ()
+    """Sentences: why the best plan wins, against runners-up and alternatives."""
+    bound: str = ""
+    """What limits the best plan, in one sentence."""
+    alternatives: tuple[Alternative, ...] = ()
+    upper_samples_per_s: float = 0.0
+    """What all devices would do alone, added up; memory and communication ignored."""
+    fraction_of_upper_bound: float = 0.0
+    rejections: tuple[Rejection, ...] = ()
+    nearest_miss: NearestMiss | None = None
+    left_over: tuple[LeftOver, ...] = ()
+    considered: int = 0
+    """Candidates of the space that were looked at."""
+    simulated: int = 0
+    exact: bool = False
+    """The whole space was enumerated (small cases): no plan of the space is better."""
+    complete: bool = True
+    """False if a limit stopped the search; `remaining_bound_s` then says what could still be hidden."""
+    remaining_bound: float | None = None
+    """Smallest lower bound of the objective among the candidates that were not simulated."""
+
+    @property
+    def best(self) -> Ranked | None:
+        """The first of `plans`."""
+        return self.plans[0] if self.plans else None
