@@ -72,13 +72,16 @@ def loads(text: str | bytes, where: str = "trace") -> Trace:
                if e.ph == "M" and e.name == "thread_name"}
     spans, memory = [], []
     for number, event in enumerate(file.traceEvents):
-        if event.ph not in "XC" or (event.ph == "C" and event.name != _MEMORY):
+        if event.ph != "X" and (event.ph != "C" or event.name != _MEMORY):
             continue
         if not isinstance(event.pid, int):
             raise InputError(f"traceEvents[{number}].pid is {event.pid!r}; it must be the number of a device",
                              where=where)
         if event.ph == "C":
-            memory.append(MemoryMark(event.pid, _ns(event.ts), int(event.args.get("bytes", 0)), event.cat))
+            held = event.args.get("bytes")
+            if not isinstance(held, int):
+                raise InputError(f"traceEvents[{number}].args.bytes is {held!r}; it must be a whole number", where=where)
+            memory.append(MemoryMark(event.pid, _ns(event.ts), held, event.cat))
             continue
         if event.cat not in CATEGORIES:
             raise InputError(f"traceEvents[{number}].cat is {event.cat!r}; it must be one of {', '.join(CATEGORIES)}",
