@@ -1,0 +1,152 @@
+"""Blocks from a `TransformerConfig`: the embedding, the layers, the head with its loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from hashlib import sha256
+
+import msgspec
+
+from mixfleet.model.parts import (
+    ROWS,
+    SHARD,
+    Part,
+    attention,
+    elementwise,
+    gathered,
+    keep,
+    latent_attention,
+    linear,
+    mlp,
+    moe,
+    norm,
+    residual,
+    scatter,
+)
+from mixfleet.model.spec import Block, Op, Param, Size, T, TensorComm
+from mixfleet.model.transformer import TransformerConfig
+
+
+def blocks(c: TransformerConfig) -> Iterator[Block]:
+    """`embed`, `layers.0` ... and `head`. Layers of one kind share their operators and parameters."""
+    yield _block("embed", "embedding", c, _embedding(c), boundary=SHARD * c.hidden)
+    layers: dict[tuple[bool, int], Block] = {}
+    for i in range(c.layers):
+        routed = c.experts is not None and i not in c.experts.dense_layers
+        window = 0 if i in c.full_attention_layers else c.window
+        if (routed, window) not in layers:
+            layers[routed, window] = _layer(c, routed, window)
+        yield layers[routed, window].replace(name=f"layers.{i}")
+    yield _head(c)
+
+
+def _block(name: str, role: str, c: TransformerConfig, part: Part, *, boundary: Size, workspace: Size | None = None,
+           temporaries: Size | None = None, unfused_temporaries: Size | None = None) -> Block:
+    """A block of the part; its kind is a name for its content, so equal blocks of different models are of one kind."""
+    local = sum(p.count for p in part.params if p.split is None and p.role == "norm")
+    comms = part.comms
+    if local:  # each rank has seen its own tokens or heads only
+        comms += (TensorComm(op="all_reduce", phase="backward", size=Size.of(local)),)
+    content = msgspec.json.encode((part.params, part.ops, part.saved, comms))
+    return Block(name=name, kind=f"{role}@{sha256(content).hexdigest()[:8]}", params=part.params, ops=part.ops,
+                 saved=part.saved, boundary=boundary, workspace=workspace or Size(), temporaries=temporaries or Size(),
+                 unfused_temporaries=unfused_temporaries or Size(), tensor_comm=comms)
+
+
+def _embedding(c: TransformerConfig) -> Part:
+    """Each rank looks up its slice of the vocabulary; the sum over ranks is scattered along the sequence."""
+    width = c.embedding_dim or c.hidden
+    out = ROWS * width
+    tokens = Param(name="tokens.weight", shape=(c.vocab, width), split=0, role="embedding")
+    lookup = Op(name="tokens", kind="embedding", shape={"rows": ROWS, "cols": Size.of(width)}, flops=Size(),
+                backward_flops=Size(), traffic=2 * out, backward_traffic=2 * out + Size.of(tokens.count) / T)
+    part = Part(params=(tokens,), ops=(lookup,)) + keep("tokens", ROWS, "full", 8)
+    tables = (("positions", c.max_seq_len + c.position_offset if c.position == "learned" else 0),
+              ("segments", c.segments))
+    for name, rows in tables:
+        if rows:
+            table = Param(name=f"{name}.weight", shape=(rows, c.hidden), role="embedding")
+            part += Part(params=(table,)) + elementwise(name, ROWS, c.hidden, (3, 1))
+    part += scatter(width)
+    if c.embedding_dim:
+        part += keep("project.input", SHARD * width) + linear("project", SHARD, width, c.hidden)
+    if c.embedding_norm:
+        part += keep("norm.input", SHARD * c.hidden) + norm("norm", SHARD, c.hidden, c.norm)
+    return part
+
+
+def _layer(c: TransformerConfig, routed: bool, window: int) -> Block:
+    def normed(name: str) -> Part:
+        return norm(name, SHARD, c.hidden, c.norm)
+
+    def after(name: str) -> Part:
+        """The norm on a sublayer's output, where there is one."""
+        if c.norm_position != "both":
+            return Part()
+        return keep(f"{name}.input", SHARD * c.hidden) + normed(name)
+
+    def attend(input_part: Part) -> Part:
+        if c.latent:
+            return input_part + latent_attention(c, c.latent)
+        return attention(c, window, input_part + gathered("attention.input", c.hidden,
+                                                          is_shard_kept=c.norm_position == "post"))
+
+    def feed(input_part: Part) -> Part:
+        inputs = input_part + gathered("mlp.input", c.hidden)
+        if routed and c.experts:
+            return moe(c, c.experts, inputs)
+        return mlp(c, c.ffn, inputs)
+
+    part = keep("input", SHARD * c.hidden, "full")
+    if c.norm_position == "post":
+        part += attend(Part()) + residual("add1", c.hidden) + keep("norm1.input", SHARD * c.hidden)
+        part += feed(normed("norm1")) + scatter(c.hidden) + residual("add2", c.hidden)
+        part += keep("norm2.input", SHARD * c.hidden) + normed("norm2")
+    elif c.parallel:
+        part += attend(normed("norm1")) + feed(normed("norm2"))  # the sum of both is scattered once
+        part += residual("add1", c.hidden) + residual("add2", c.hidden)
+    else:
+        part += attend(normed("norm1")) + after("attention.norm") + residual("add1", c.hidden)
+        part += keep("norm2.input", SHARD * c.hidden)
+        part += feed(normed("norm2")) + scatter(c.hidden) + after("mlp.norm") + residual("add2", c.hidden)
+
+    wide = c.ffn
+    if routed and c.experts:
+        wide = c.experts.per_token * c.experts.ffn + c.experts.shared_ffn
+    inner = ROWS * wide * (3 if c.gated else 2) / T
+    scores = max((op.shape["batch"] * op.shape["heads"] * op.shape["q"] * op.shape["kv"]
+                  for op in part.ops if op.kind == "attention"), key=lambda size: size.at(1, 1))
+    role = "layer" + (".moe" if routed else "") + (".window" if window else "")
+    return _block("", role, c, part, boundary=SHARD * c.hidden, temporaries=inner + 2 * ROWS * c.hidden,
+                  unfused_temporaries=2 * scores)
+
+
+def _head(c: TransformerConfig) -> Block:
+    """Final norm, logits and loss; each rank has a slice of the vocabulary and keeps its logits."""
+    part = keep("input", SHARD * c.hidden, "full")
+    if c.final_norm:
+        part += norm("norm", SHARD, c.hidden, c.norm)
+    width = c.hidden
+    if c.head_transform:
+        part += linear("transform", SHARD, c.hidden, c.hidden, bias=True)
+        part += elementwise("transform.activation", SHARD, c.hidden, (2, 3))
+        part += keep("transform.out", SHARD * c.hidden) + keep("norm.input", SHARD * c.hidden)
+        part += norm("norm", SHARD, c.hidden, c.norm)
+    if c.embedding_dim:
+        width = c.embedding_dim
+        if c.final_norm:
+            part += keep("project.input", SHARD * c.hidden)
+        part += linear("project", SHARD, c.hidden, width)
+    part += gathered("lm.input", width, is_shard_kept=not (c.final_norm or c.head_transform or c.embedding_dim))
+    logits = linear("lm", ROWS, width, c.vocab, cut="out", bias=c.head_transform)
+    if c.tied:
+        logits = Part((logits.params[0].replace(tied="embed/tokens.weight"), *logits.params[1:]), logits.ops)
+    local = ROWS * c.vocab / T
+    loss = Op(name="loss", kind="loss", shape={"rows": ROWS, "cols": Size.of(c.vocab) / T}, flops=Size(),
+              backward_flops=Size(), traffic=4 * local, backward_traffic=5 * local)
+    part += logits + Part(ops=(loss,)) + keep("logits", local) + keep("targets", ROWS, "full", 8)
+    part += keep("loss.logsumexp", ROWS, bytes_per_element=4) + keep("loss.local_targets", ROWS, bytes_per_element=8)
+    part += keep("loss.masks", 2 * ROWS, bytes_per_element=1)
+    part += Part(comms=(TensorComm(op="all_reduce", phase="forward", size=ROWS, bytes_per_element=4),
+                        TensorComm(op="all_reduce", phase="forward", size=2 * ROWS, bytes_per_element=4)))
+    return _block("head", "head", c, part, boundary=Size(), workspace=local, temporaries=local)
