@@ -9,14 +9,20 @@ from __future__ import annotations
 DEFAULT = "default"
 
 EFFICIENCY: dict[str, dict[str, float]] = {
-    DEFAULT: {"gemm": 0.75, "attention": 0.45, "norm": 0.50, "softmax": 0.50, "loss": 0.50, "elementwise": 0.80,
-              "embedding": 0.30, "optimizer": 0.80},
-    "Volta": {"gemm": 0.70},
-    "Ampere": {"gemm": 0.77, "attention": 0.55},
-    "Ada": {"gemm": 0.75, "attention": 0.45},
-    "Hopper": {"gemm": 0.75, "attention": 0.50},
-    "Blackwell": {"gemm": 0.68, "attention": 0.45},
-    "cpu": {"gemm": 0.70, "attention": 0.30},
+    DEFAULT: {"gemm": 0.70, "attention": 0.40, "norm": 0.50, "softmax": 0.55, "loss": 0.55, "elementwise": 0.75,
+              "embedding": 0.30, "optimizer": 0.75},
+    "Pascal": {"gemm": 0.64, "norm": 0.43, "elementwise": 0.71},
+    "Turing": {"gemm": 0.40},
+    "Ampere": {"gemm": 0.75, "attention": 0.47, "softmax": 0.63, "loss": 0.63, "elementwise": 0.81},
+    "Ada": {"gemm": 0.57, "attention": 0.39, "norm": 0.78, "softmax": 0.79, "loss": 0.79, "elementwise": 0.78},
+    "Hopper": {"gemm": 0.78, "attention": 0.43},
+    "Blackwell": {"gemm": 0.74, "attention": 0.33},
+    "CDNA": {"gemm": 0.62, "norm": 0.48, "softmax": 0.39, "loss": 0.39},
+    "CDNA2": {"gemm": 0.62, "norm": 0.41, "softmax": 0.29, "loss": 0.29},
+    "RTX3090": {"gemm": 0.89},
+    "RTX4090": {"gemm": 0.95},
+    "cpu": {"gemm": 0.85, "attention": 0.50, "norm": 0.50, "softmax": 0.50, "loss": 0.50, "elementwise": 0.80,
+            "embedding": 0.30, "optimizer": 0.50},
 }
 """Device name or generation (first word of `Device.arch`) to operator kind to fraction of the roofline."""
 
@@ -27,13 +33,14 @@ FUSED_ATTENTION = ("Ampere", "Ada", "Hopper", "Blackwell", "CDNA2", "CDNA3", "CD
 """Generations for which PyTorch ships a flash attention kernel."""
 
 LINK_EFFICIENCY: tuple[tuple[str, float], ...] = (
-    ("nvlink", 0.80), ("xgmi", 0.75), ("infinity fabric", 0.75), ("pcie", 0.75), ("infiniband", 0.90), ("roce", 0.85),
-    ("efa", 0.70), ("slingshot", 0.85), ("ethernet", 0.85), ("wan", 0.85),
+    ("nvlink", 0.77), ("xgmi", 0.75), ("pcie", 0.75), ("efa", 0.77), ("ethernet", 0.85), ("nic", 0.88),
+    ("infiniband", 0.88), ("roce", 0.88),
 )
-"""Part of the nominal rate that collectives reach, by a word of the link's name; 1 for links named otherwise."""
+"""Part of the nominal rate that transfers reach, by a word of the link's name; 1 for links named otherwise, whose
+bandwidth counts as measured."""
 
-COLLECTIVE_S: dict[str, float] = {"gpu": 10e-6, "cpu": 100e-6}
+COLLECTIVE_S: dict[str, float] = {"gpu": 8e-6, "cpu": 100e-6}
 """Seconds of a collective call that depend neither on bytes nor on ranks."""
 
-SEND_S: dict[str, float] = {"gpu": 8e-6, "cpu": 50e-6}
+SEND_S: dict[str, float] = {"gpu": 6e-6, "cpu": 50e-6}
 """Seconds of a message besides its bytes and the latency of its way."""

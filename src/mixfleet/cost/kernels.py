@@ -15,6 +15,7 @@ from mixfleet.job import PRECISIONS, Job
 from mixfleet.model.spec import Block, Op
 
 Recompute = Literal["none", "selective", "full"]
+OptimizerLoop = Literal["chunked", "foreach", "fused"]
 
 LAUNCHES: dict[str, tuple[int, int]] = {
     "gemm": (1, 2), "attention": (1, 2), "norm": (1, 2), "softmax": (1, 1), "elementwise": (1, 1),
@@ -25,10 +26,13 @@ EAGER_LAUNCHES = (5, 7)
 """Attention without a fused kernel: two products, scale, mask, softmax; and their gradients."""
 EAGER_SCORE_PASSES = (6, 8)
 """Times that the s*s scores are read or written without a fused kernel: stored by the first product, scaled and masked
-(2), softmax (2), read by the second product; backward adds the gradient of each."""
-OPTIMIZER_PASSES = {"adamw": {"fused": 6, "foreach": 18}, "sgd": {"fused": 2, "foreach": 4}}
-"""fp32 elements read or written per parameter besides its gradient and the 16-bit copy of the weight: master weight
-and moments once in and once out if fused; one pass per elementary operation of the formula if not."""
+(2), softmax (2), read by the second product; backward reads them again and writes and reads the gradient of each."""
+OPTIMIZER_PASSES: dict[str, dict[str, tuple[int, int]]] = {
+    "adamw": {"fused": (6, 1), "foreach": (18, 10), "chunked": (20, 9)},
+    "sgd": {"fused": (2, 1), "foreach": (4, 2), "chunked": (4, 2)},
+}
+"""Elements of the state's type read or written per parameter besides its gradient and the 16-bit copy of the weight,
+and kernels: master weight and moments once in and once out if fused, else once per elementary operation."""
 
 _FALLBACK = {"bf16": ("bf16", "fp16", "fp32"), "fp16": ("fp16", "bf16", "fp32"), "tf32": ("tf32", "fp32"),
              "fp32": ("fp32",), "fp64": ("fp64",)}
@@ -181,17 +185,20 @@ def _measured_s(times: list[BlockTime], micro_batch: int) -> tuple[float, float]
     return max(forward, a.forward_s), max(backward, a.backward_s)
 
 
-def optimizer_s(elements: int, device: Device, job: Job, *,
-                implementation: Literal["fused", "foreach"] = "fused") -> float:
-    """Seconds of an optimizer step over `elements` parameters owned by this device; bound by memory bandwidth."""
+def optimizer_s(elements: int, device: Device, job: Job, *, implementation: OptimizerLoop = "chunked") -> float:
+    """Seconds of an optimizer step over `elements` parameters owned by this device; bound by memory bandwidth.
+
+    `chunked` is the loop of the runtime; on a CPU its chunks stay in cache, so memory sees what a fused one would.
+    """
     if not elements:
         return 0.0
-    passes = OPTIMIZER_PASSES[job.optimizer.name][implementation]
+    if implementation == "chunked" and device.kind == "cpu":
+        implementation = "fused"
+    passes, kernels = OPTIMIZER_PASSES[job.optimizer.name][implementation]
     if job.optimizer.name == "sgd" and job.optimizer.moments:
-        passes += 2
+        passes += 2 if implementation == "fused" else 5
     state = 8 if job.precision == "fp64" else 4
     sizes = job.bytes
     nbytes = passes * state + sizes.gradient_bytes + (sizes.weight_bytes if sizes.master_bytes else 0)
-    kernels = 1 if implementation == "fused" else passes // 2
     return (elements * nbytes / device.memory_Bps / efficiency(device, "optimizer")
             + kernels * launch_s(device)) / device.share

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from mixfleet.cluster import Device
-from mixfleet.cost.kernels import Recompute, fused_attention
+from mixfleet.cost.kernels import OptimizerLoop, Recompute, fused_attention
 from mixfleet.job import Job
 from mixfleet.model.spec import Block
 from mixfleet.spec import Spec
@@ -29,9 +29,8 @@ gloo one."""
 ALLOCATOR_FACTOR: dict[str, float] = {"gpu": 1.06, "cpu": 1.0}
 """Reserved over allocated bytes of PyTorch's caching allocator with `expandable_segments:True`, which plans assume.
 Without it the factor is larger: 31.7 over 28.8 (Megatron-LM issue 525), 63 over 59 (llama-cookbook issue 120)."""
-OPTIMIZER_TEMPORARIES: dict[str, dict[str, int]] = {
-    "adamw": {"fused": 0, "foreach": 2}, "sgd": {"fused": 0, "foreach": 1}}
-"""Tensors as large as the parameters stepped at a time: denominator and update of `foreach` AdamW."""
+OPTIMIZER_CHUNK = 1 << 24
+"""Elements that the runtime's optimizer updates at a time on a GPU (fewer on a CPU)."""
 _KEPT = {"none": ("none", "selective", "full"), "selective": ("selective", "full"), "full": ("full",)}
 
 
@@ -78,11 +77,15 @@ def recompute_bytes(block: Block, micro_batch: int, seq_len: int, tensor: int, d
     return whole - kept
 
 
-def workspace_bytes(block: Block, micro_batch: int, seq_len: int, tensor: int, job: Job) -> int:
-    """Bytes of the largest temporary while the block computes: fp32 logits and their gradient for a head, two copies
-    of the boundary elsewhere (a gradient and its successor)."""
-    named = block.workspace.at(micro_batch, seq_len, tensor) * block.workspace_bytes_per_element
-    return round(named + 2 * boundary_bytes(block, micro_batch, seq_len, tensor, job))
+def workspace_bytes(block: Block, micro_batch: int, seq_len: int, tensor: int, device: Device, job: Job) -> int:
+    """Bytes of temporaries while the block computes: the fp32 softmax over the vocabulary in a head, gradients inside
+    an MLP, or scores and their gradient in attention that is not fused; at least the gradient that goes on."""
+    shape = (micro_batch, seq_len, tensor)
+    others = [block.temporaries.at(*shape), block.boundary.at(*shape)]
+    if not fused_attention(device, job):
+        others.append(block.unfused_temporaries.at(*shape))
+    return round(block.workspace.at(*shape) * block.workspace_bytes_per_element
+                 + max(others) * job.bytes.compute_bytes)
 
 
 def boundary_bytes(block: Block, micro_batch: int, seq_len: int, tensor: int, job: Job) -> int:
@@ -97,14 +100,18 @@ def gathered_bytes(unit_elements: Sequence[int], job: Job, prefetch: int) -> int
     return most * job.bytes.weight_bytes
 
 
-def optimizer_temporary_bytes(largest_step_elements: int, job: Job, *,
-                              implementation: Literal["fused", "foreach"] = "foreach") -> int:
-    """Bytes of the optimizer's temporaries while it steps the largest group of parameters that it takes at a time.
+def optimizer_temporary_bytes(elements: int, job: Job, *, implementation: OptimizerLoop = "chunked") -> int:
+    """Bytes of temporaries while the optimizer steps a piece of `elements`, the largest that it takes at a time.
 
-    The runtime steps unit by unit, so that is one unit's piece; a whole-model `foreach` step makes it all of them.
+    `foreach` makes a tensor as large as the piece (the root of AdamW's second moment, SGD's decayed gradient); the
+    runtime's loop over chunks reuses the gradient for that, after conversion if it is not of the state's type.
     """
-    element = 8 if job.precision == "fp64" else 4
-    return OPTIMIZER_TEMPORARIES[job.optimizer.name][implementation] * largest_step_elements * element
+    state = 8 if job.precision == "fp64" else 4
+    if implementation == "fused":
+        return 0
+    if implementation == "foreach":
+        return elements * state
+    return 0 if job.bytes.gradient_bytes == state else min(elements, OPTIMIZER_CHUNK) * state
 
 
 def framework_bytes(device: Device, communicators: int) -> int:
@@ -173,7 +180,7 @@ def stage_memory(blocks: Sequence[Block], micro_batch: int, tensor: int, device:
         saved_bytes=sum(saved_bytes(b, *shape, device, job, recompute) for b in blocks),
         gathered_bytes=gathered_bytes(gathered_units, job, prefetch),
         gradient_buffer_bytes=max(reduced_units, default=0) * job.bytes.gradient_bytes,
-        workspace_bytes=max((workspace_bytes(b, *shape, job) for b in blocks), default=0),
+        workspace_bytes=max((workspace_bytes(b, *shape, device, job) for b in blocks), default=0),
         recompute_bytes=max((recompute_bytes(b, *shape, device, job, recompute) for b in blocks), default=0),
         optimizer_bytes=optimizer_temporary_bytes(largest_step, job),
         allocator_factor=allocator_factor(device))
