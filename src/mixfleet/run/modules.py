@@ -2,7 +2,8 @@
 
 Block 0 maps tokens [b, s] to x; a layer maps x to x; the last block maps (x, targets [b, s]) to the sum of the token
 losses. x is [b, s/t, hidden]: sharded along the sequence in the tensor-parallel group. The parameters of a block are
-exactly those that its specification lists, each cut to this rank's slice. There is no dropout.
+exactly those that its specification lists, each cut to this rank's slice. A parameter that is not cut sees only this
+rank's tokens or heads: the sum of its gradients over the group is its gradient. There is no dropout.
 """
 
 from __future__ import annotations
@@ -23,16 +24,7 @@ from mixfleet.errors import InputError
 from mixfleet.model.spec import Block, Model, Param
 from mixfleet.model.transformer import TransformerConfig
 from mixfleet.plan import Recompute
-from mixfleet.run.tensor import (
-    ALONE,
-    TensorGroup,
-    cross_entropy,
-    gather_sequence,
-    once,
-    scatter_sequence,
-    sum_gradients,
-    wide,
-)
+from mixfleet.run.tensor import ALONE, TensorGroup, cross_entropy, gather_sequence, scatter_sequence, wide
 
 FAMILIES = ("decoder", "gpt2", "llama", "mistral", "qwen2", "qwen3")
 """Families that can be trained; every other one can be predicted and planned."""
@@ -138,11 +130,8 @@ class _Block(nn.Module):
         super().__init__()
         self.config, self.group, self.fused, self.selective = config, group, attention == "fused", selective
 
-    def weights(self, *per_shard: str) -> dict[str, Tensor]:
-        """Parameters by name. Those under `per_shard` see only this rank's tokens or heads: gradients are summed."""
-        params: dict[str, Tensor] = dict(self.named_parameters())
-        names = [name for name in params if name.startswith(per_shard)]
-        return params | dict(zip(names, sum_gradients([params[n] for n in names], self.group), strict=True))
+    def params(self) -> dict[str, Tensor]:
+        return dict(self.named_parameters())
 
     def normalize(self, x: Tensor, name: str, params: dict[str, Tensor]) -> Tensor:
         weight, eps = params[f"{name}.weight"], self.config.norm_eps
@@ -156,16 +145,15 @@ class _Block(nn.Module):
 
     def merge(self, x: Tensor, name: str, params: dict[str, Tensor]) -> Tensor:
         """Row-cut: the sum over ranks, sequence-sharded. [b, s, n/t] -> [b, s/t, h]."""
-        bias = params.get(f"{name}.bias")
-        partial = F.linear(x, params[f"{name}.weight"], None if bias is None else once(bias, self.group))
-        return scatter_sequence(partial, self.group)
+        merged, bias = scatter_sequence(F.linear(x, params[f"{name}.weight"]), self.group), params.get(f"{name}.bias")
+        return merged if bias is None else merged + bias
 
 
 class Embedding(_Block):
     """Tokens [b, s] -> x [b, s/t, h]; each rank holds a slice of the vocabulary."""
 
     def forward(self, tokens: Tensor) -> Tensor:
-        params, sequence = self.weights(), tokens.shape[1]
+        params, sequence = self.params(), tokens.shape[1]
         if sequence % self.group.size:
             raise InputError(f"seq_len is {sequence}; tensor degree {self.group.size} must divide it")
         local = tokens - self.group.slice_of(self.config.vocab).start
@@ -174,16 +162,17 @@ class Embedding(_Block):
         x = F.embedding(torch.where(mine, local, 0), weight)
         if self.group.size > 1:
             x = x.masked_fill(~mine.unsqueeze(-1), 0)
+        x = scatter_sequence(x, self.group)
         if self.config.position == "learned":
-            x = x + once(params["positions.weight"][:sequence], self.group)
-        return scatter_sequence(x, self.group)
+            x = x + params["positions.weight"][self.group.slice_of(sequence)]
+        return x
 
 
 class Layer(_Block):
     """One pre-norm transformer layer: x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def forward(self, x: Tensor) -> Tensor:
-        params = self.weights("norm1.", "norm2.", "attention.q_norm.", "attention.k_norm.")
+        params = self.params()
         x = x + self.attend(gather_sequence(self.normalize(x, "norm1", params), self.group), params)
         return x + self.feed_forward(gather_sequence(self.normalize(x, "norm2", params), self.group), params)
 
@@ -191,7 +180,9 @@ class Layer(_Block):
         head = self.config.head_dim
         q, k, v = (self.project(x, f"attention.{name}", params).view(*x.shape[:2], -1, head) for name in "qkv")
         if self.config.qk_norm:
-            q, k = self.normalize(q, "attention.q_norm", params), self.normalize(k, "attention.k_norm", params)
+            eps = self.config.norm_eps
+            q = F.rms_norm(q, (head,), params["attention.q_norm.weight"], eps)
+            k = F.rms_norm(k, (head,), params["attention.k_norm.weight"], eps)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if self.config.position == "rotary":
             angles = _rotation(x.shape[1], head, self.config.rope_theta, x.dtype, x.device)
@@ -232,7 +223,7 @@ class Head(_Block):
 
     def logits(self, x: Tensor) -> Tensor:
         """x [b, s/t, h] -> [b, s, vocab/t]."""
-        params = self.weights("norm.")
+        params = self.params()
         return self.project(gather_sequence(self.normalize(x, "norm", params), self.group), "lm", params)
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:

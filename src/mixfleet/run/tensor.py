@@ -133,29 +133,6 @@ class _Scatter(torch.autograd.Function):
         return ctx.group.all_gather(grad), None
 
 
-class _SumGradients(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, group: TensorGroup, *params: Tensor) -> tuple[Tensor, ...]:
-        ctx.group = group
-        return tuple(p.view_as(p) for p in params)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        flat = ctx.group.all_reduce(torch.cat([g.reshape(-1) for g in grads]))
-        parts = flat.split([g.numel() for g in grads])
-        return None, *(part.view_as(g) for part, g in zip(parts, grads, strict=True))
-
-
-class _Once(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
-        return x.view_as(x) if group.rank == 0 else torch.zeros_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
 class _CrossEntropy(torch.autograd.Function):
     """Keeps the logits in their own type and the log of the softmax's sum; the softmax is computed again backward."""
 
@@ -197,19 +174,6 @@ def gather_sequence(x: Tensor, group: TensorGroup) -> Tensor:
 def scatter_sequence(x: Tensor, group: TensorGroup) -> Tensor:
     """Partial sums [b, s, h] -> shard [b, s/t, h] of their sum; backward gathers the gradient."""
     return _apply(_Scatter, x, group) if group.size > 1 else x
-
-
-def sum_gradients(params: list[Tensor], group: TensorGroup) -> tuple[Tensor, ...]:
-    """Replicated parameters that each rank uses on its own shard: one all-reduce sums all their gradients."""
-    return _apply(_SumGradients, group, *params) if group.size > 1 and params else tuple(params)
-
-
-def once(x: Tensor, group: TensorGroup) -> Tensor:
-    """`x` on the first rank, zeros elsewhere, with the gradient on all ranks.
-
-    For a replicated term of a partial sum, whose gradient every rank holds whole: no communication is needed.
-    """
-    return _apply(_Once, x, group) if group.size > 1 else x
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, vocab: int, group: TensorGroup) -> Tensor:
