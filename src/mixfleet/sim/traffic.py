@@ -1,0 +1,172 @@
+"""Who exchanges what with whom in one step of a plan, before any clock runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from mixfleet.cluster import Cluster
+from mixfleet.cost.memory import boundary_bytes
+from mixfleet.cost.network import CollectiveOp, Transfer, collective, send
+from mixfleet.job import Job
+from mixfleet.plan import Plan
+from mixfleet.program.action import GATHER, PUBLISH, REDUCE, SEND_ACT, SEND_GRAD, SYNC
+from mixfleet.program.layout import Comm, Layout, Unit
+from mixfleet.sim.fold import Instance
+
+Kind = tuple[str, int, int]
+"""(operation, pipeline, sending stage) or (operation, unit kind, phase)."""
+
+
+class Entity(NamedTuple):
+    """One replica of a stage: a tensor-parallel group, which acts as one."""
+
+    pipeline: int
+    stage: int
+    replica: int
+    """Number among all data-parallel replicas (`Plan.replicas`)."""
+    ranks: tuple[int, ...]
+
+
+class Traffic:
+    """All transfers of a step, each with the entities that meet in it and the bytes on every port it passes.
+
+    Units of equal shape on the same devices exchange equal transfers; `unit_kind` numbers them.
+    """
+
+    def __init__(self, plan: Plan, job: Job, cluster: Cluster, layout: Layout) -> None:
+        self._plan, self._job, self._cluster, self._layout = plan, job, cluster, layout
+        self.entities = tuple(Entity(p, s, k, stage.ranks(r)) for k, (p, r) in enumerate(plan.replicas)
+                              for s, stage in enumerate(plan.pipelines[p].stages))
+        self._entity_of = {rank: e for e, entity in enumerate(self.entities) for rank in entity.ranks}
+        self._number: dict[str, int] = {}
+        self.capacities: list[float] = []
+        self.instances: list[Instance] = []
+        self.at: dict[tuple[int, Kind], int] = {}
+        """(entity, kind) -> index of the instance."""
+        self._prices: dict[tuple[CollectiveOp, int, tuple[int, ...]], Transfer] = {}
+        self.unit_kind: list[int] = []
+        self.phases: dict[tuple[str, int], int] = {}
+        """(operation, unit kind) -> transfers one after another; 0 where nothing moves."""
+        for p in range(len(plan.pipelines)):
+            self._point_to_point(p)
+        self._state()
+
+    def _add(self, kind: Kind, members: Iterable[int], transfers: Iterable[Transfer]) -> None:
+        """Transfers that happen together, as one."""
+        latency_s = 0.0
+        total: dict[int, float] = {}
+        for transfer in transfers:
+            latency_s = max(latency_s, transfer.latency_s)
+            for name, capacity, nbytes in transfer.demands:
+                port = self._number.get(name)
+                if port is None:
+                    port = self._number[name] = len(self.capacities)
+                    self.capacities.append(capacity)
+                elif capacity < self.capacities[port]:
+                    self.capacities[port] = capacity
+                total[port] = total.get(port, 0.0) + nbytes * self.capacities[port] / capacity
+        instance = Instance(kind, tuple(members), latency_s, tuple((p, round(n, 2)) for p, n in total.items()))
+        for member in instance.members:
+            self.at[member, kind] = len(self.instances)
+        self.instances.append(instance)
+
+    def _point_to_point(self, pipeline: int) -> None:
+        pipe, first = self._plan.pipelines[pipeline], self._plan.replicas.index((pipeline, 0))
+        stages = len(pipe.stages)
+        start = next(e for e, entity in enumerate(self.entities) if entity.replica == first)
+        for s in range(stages - 1):
+            block = self._job.model.blocks[pipe.stages[s].blocks[1] - 1]
+            nbytes = boundary_bytes(block, pipe.micro_batch, self._job.seq_len, 1, self._job)
+            for r in range(pipe.replicas):
+                a = start + r * stages + s
+                self._add((SEND_ACT, pipeline, s), (a, a + 1), self._shards(a, a + 1, nbytes))
+                self._add((SEND_GRAD, pipeline, s + 1), (a + 1, a), self._shards(a + 1, a, nbytes))
+
+    def _shards(self, a: int, b: int, nbytes: int) -> list[Transfer]:
+        """The sequence shards of `nbytes` that the ranks of entity `a` send to those of `b`."""
+        return [send(n, x, y, self._cluster) for x, y, n in shards(self.entities[a], self.entities[b], nbytes)]
+
+    def _state(self) -> None:
+        layout = self._layout
+        seen: dict[object, int] = {}
+        for u, unit in enumerate(layout.units):
+            hosts = self._hosts(unit)
+            shape = (hosts, tuple((t.param.split, t.rows, t.row) for t in unit.tensors))
+            kind = seen.setdefault(shape, len(seen))
+            self.unit_kind.append(kind)
+            if (GATHER, kind) in self.phases:
+                continue
+            for op in (GATHER, REDUCE, SYNC, PUBLISH):
+                self.phases[op, kind] = self._collectives(op, kind, u, hosts) if layout.needed(op, u) else 0
+
+    def _hosts(self, unit: Unit) -> tuple[tuple[int, ...], ...]:
+        """Per pipeline, the stages that hold the unit."""
+        return tuple(tuple(s for s, stage in enumerate(pipe.stages)
+                           if any(stage.blocks[0] <= b < stage.blocks[1] for b in unit.blocks))
+                     for pipe in self._plan.pipelines)
+
+    def _collectives(self, op: str, kind: int, unit: int, hosts: tuple[tuple[int, ...], ...]) -> int:
+        """Adds the transfers of one action on units of this kind; returns the number of phases."""
+        element = self._job.bytes.weight_bytes if op in (GATHER, PUBLISH) else self._job.bytes.gradient_bytes
+        entities = [e for e, entity in enumerate(self.entities) if entity.stage in hosts[entity.pipeline]]
+        degrees = {len(self.entities[e].ranks) for e in entities}
+        # Tensor ranks of equal groups do the same side by side: the last one, whose slice is the largest, is asked.
+        alike = len(degrees) == 1 and all(len(h) == 1 for h in hosts)
+        phases: list[dict[tuple[int, ...], tuple[Comm, int]]] = []
+        for e in entities:
+            ranks = self.entities[e].ranks
+            for rank in ranks[-1:] if alike else ranks:
+                for i, comm in enumerate(self._layout.comms(op, unit, rank)):
+                    if i == len(phases):
+                        phases.append({})
+                    # Of two views of one group the smaller counts: a rank that holds more than the others' slices
+                    # meets the others in several groups.
+                    known = phases[i].get(comm.ranks)
+                    if known is None or comm.elements < known[0].elements:
+                        phases[i][comm.ranks] = (comm, e)
+        sides = degrees.pop() if alike else 1
+        for i, comms in enumerate(phases):
+            parent = {e: e for e in entities}
+            for comm, e in comms.values():
+                for rank in comm.ranks:
+                    parent[_root(parent, self._entity_of[rank])] = _root(parent, e)
+            together: dict[int, tuple[list[int], list[Transfer]]] = {}
+            for e in entities:
+                together.setdefault(_root(parent, e), ([], []))[0].append(e)
+            for comm, e in comms.values():
+                transfers = together[_root(parent, e)][1]
+                for side in range(sides):
+                    ranks = tuple(self.entities[self._entity_of[r]].ranks[side] for r in comm.ranks) if alike \
+                        else comm.ranks
+                    transfers.append(self._price(comm.op, comm.elements * element, ranks))
+            for members, transfers in together.values():
+                self._add((op, kind, i), members, transfers)
+        return len(phases)
+
+    def _price(self, op: CollectiveOp, nbytes: int, ranks: tuple[int, ...]) -> Transfer:
+        key = (op, nbytes, ranks)
+        if key not in self._prices:
+            self._prices[key] = collective(op, nbytes, ranks, self._cluster)
+        return self._prices[key]
+
+
+def _root(parent: dict[int, int], e: int) -> int:
+    while parent[e] != e:
+        parent[e] = parent[parent[e]]
+        e = parent[e]
+    return e
+
+
+def shards(a: Entity, b: Entity, nbytes: int) -> list[tuple[int, int, int]]:
+    """(sender, receiver, bytes) for a sequence that `a` holds in even shards, one per rank, and `b` wants so."""
+    n, m = len(a.ranks), len(b.ranks)
+    if n == m:
+        return [(x, y, nbytes // n) for x, y in zip(a.ranks, b.ranks)]
+    found = []
+    for i, x in enumerate(a.ranks):
+        for j, y in enumerate(b.ranks):
+            part = min((i + 1) * m, (j + 1) * n) - max(i * m, j * n)
+            if part > 0:
+                found.append((x, y, nbytes * part // (n * m)))
+    return found
