@@ -43,7 +43,7 @@ def dumps(trace: Trace) -> str:
     events: list[dict[str, Any]] = []
     for device in trace.devices:
         copies = trace.multiplicity(device)
-        title = f"{device} {names.get(str(device), '')}".strip() + (f" (and {copies - 1} like it)" if copies > 1 else "")
+        title = f"{device} {names.get(str(device), '')}".strip() + (f" (x {copies})" if copies > 1 else "")
         events.append({"ph": "M", "name": "process_name", "pid": device, "args": {"name": title}})
         events.append({"ph": "M", "name": "process_sort_index", "pid": device, "args": {"sort_index": device}})
         streams = {s.stream for s in trace.spans if s.device == device}
@@ -80,7 +80,7 @@ def loads(text: str | bytes, where: str = "trace") -> Trace:
         if event.ph == "C":
             held = event.args.get("bytes")
             if not isinstance(held, int):
-                raise InputError(f"traceEvents[{number}].args.bytes is {held!r}; it must be a whole number", where=where)
+                raise InputError(f"traceEvents[{number}].args.bytes is {held!r}, not a whole number", where=where)
             memory.append(MemoryMark(event.pid, _ns(event.ts), held, event.cat))
             continue
         if event.cat not in CATEGORIES:

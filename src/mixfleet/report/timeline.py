@@ -92,7 +92,8 @@ def _row(spans: list[Span], start: int, end: int, scale: float, y: float) -> tup
             out.append(f'<rect x="{x:.1f}" y="{top}" width="{wide:.1f}" height="{height - 1}" '
                        f'fill="{COLOURS[category]}"><title>{escape(hint)}</title></rect>')
             if label and height == _COMPUTE and wide > 7 * len(label) + 3:
-                out.append(f'<text class="mb" x="{x + wide / 2:.1f}" y="{top + 12.5}" text-anchor="middle">{label}</text>')
+                out.append(f'<text class="mb" x="{x + wide / 2:.1f}" y="{top + 12.5}" text-anchor="middle">'
+                           f"{escape(label)}</text>")
         top += height + 1
     return out, top - y
 
@@ -105,7 +106,8 @@ def _boxes(spans: list[Span], start: int, end: int, scale: float) -> Iterable[tu
         first, last = held[0], held[-1]
         a, b = max(first.start_ns, start), min(max(s.end_ns for s in held), end)
         busy = sum(s.duration_ns for s in held)
-        hint = f"{first.category} {first.name}" if len(held) == 1 else f"{len(held)} x {first.category}, {first.name} .. {last.name}"
+        hint = f"{first.category} {first.name}" if len(held) == 1 else (
+            f"{len(held)} x {first.category}, {first.name} .. {last.name}")
         label = first.name.rpartition(".")[2] if len(held) == 1 and "." in first.name else ""
         wide = max((b - a) * scale - (0.4 if (b - a) * scale > 3 else 0), 0.3)
         return _LABEL + (a - start) * scale, wide, first.category, f"{hint}: {show_seconds(busy / 1e9)}", label

@@ -1,0 +1,7 @@
+"""`python -m mixfleet` is the command `mixfleet`."""
+
+import sys
+
+from mixfleet.cli import main
+
+sys.exit(main())

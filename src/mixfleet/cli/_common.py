@@ -1,0 +1,75 @@
+"""What the commands share: the `--json` switch, reading the files that a plan names, and where output goes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mixfleet.errors import InputError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from mixfleet.cluster import Cluster
+    from mixfleet.job import Job
+    from mixfleet.plan import Plan
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+
+
+def file_argument(name: str, **settings: Any) -> Any:
+    """A file that must exist: click itself says so otherwise, and exits with 2."""
+    return click.argument(name, type=click.Path(exists=True, path_type=Path), **settings)
+
+
+def out_option(*names: str, help: str) -> Any:
+    return click.option(*names, type=click.Path(dir_okay=False, path_type=Path), help=help)
+
+
+def emit(view: RenderableType) -> None:
+    from mixfleet.report import terminal
+
+    terminal.show(view)
+
+
+def emit_json(data: Any) -> None:
+    """Specs, named tuples, dicts; named tuples become mappings."""
+    import msgspec
+
+    click.echo(msgspec.json.format(msgspec.json.encode(plain(data)), indent=2).decode())
+
+
+def plain(data: Any) -> Any:
+    """Builtins only; named tuples keep their names."""
+    import msgspec
+
+    if hasattr(data, "_asdict"):
+        return {name: plain(value) for name, value in data._asdict().items()}
+    if isinstance(data, dict):
+        return {str(key): plain(value) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [plain(value) for value in data]
+    if isinstance(data, msgspec.Struct):
+        return {name: plain(getattr(data, name)) for name in data.__struct_fields__}
+    return msgspec.to_builtins(data)
+
+
+def progress(message: str) -> None:
+    click.echo(message, err=True)
+
+
+def load_plan(path: Path, job: Path | None = None, cluster: Path | None = None) -> tuple[Plan, Job, Cluster]:
+    """A plan with its job and cluster: the given files, or those that the plan names (relative to its own place)."""
+    from mixfleet.cluster import Cluster
+    from mixfleet.job import Job
+    from mixfleet.plan import Plan
+
+    plan = Plan.load(path)
+    files = []
+    for kind, given, named in (("job", job, plan.job), ("cluster", cluster, plan.cluster)):
+        if given is None and not named:
+            raise InputError(f"the plan names no {kind} file; give one with --{kind}", where=str(path))
+        files.append(given or path.parent / named)
+    return plan, Job.load(files[0]), Cluster.load(files[1])
