@@ -183,7 +183,7 @@ def _reasons(plan: Plan, job: Job, cluster: Cluster) -> Iterator[str]:
 def _wrong_cluster(plan: Plan, cluster: Cluster) -> Iterator[str]:
     if plan.cluster_fingerprint and plan.cluster_fingerprint != cluster.fingerprint():
         yield (f"the plan was made for another cluster ({plan.cluster_fingerprint}); this "
-               f"is {cluster.name} ({cluster.fingerprint()}). Plan again, or remove `cluster_fingerprint` to use it here")
+               f"is {cluster.name} ({cluster.fingerprint()}). Plan again, or remove `cluster_fingerprint`")
 
 
 def _wrong_batch(pipeline: Pipeline, where: str) -> Iterator[str]:

@@ -163,6 +163,17 @@ class Layout:
                 for s, stage in enumerate(self.plan.pipelines[p].stages)
                 for j, rank in enumerate(stage.ranks(r))}
 
+    @cached_property
+    def _late(self) -> frozenset[int]:
+        """Tied units that two stages of a pipeline hold. Hop 1 would make every micro-batch of one stage wait for the
+        other, so their gradient stays whole until hop 2."""
+        return frozenset(u.number for u in self.units if len(u.blocks) > 1 and any(
+            not s.blocks[0] <= u.blocks[0] <= u.blocks[-1] < s.blocks[1]
+            for p in self.plan.pipelines for s in p.stages if s.blocks[0] <= u.blocks[0] < s.blocks[1]))
+
+    def _reduces(self, u: int) -> bool:
+        return self._degree["gradients"] > 1 and u not in self._late
+
     def group(self, kind: Kind, replica: int) -> range:
         """The replicas that share one copy of this kind of state with `replica`."""
         return next(g for g in groups(len(self._replicas), self._degree[kind]) if replica in g)
@@ -221,6 +232,8 @@ class Layout:
 
     def _piece(self, kind: Kind, u: int, column: int, replica: int) -> tuple[int, int]:
         """The interval of a column whose state of this kind `replica` holds."""
+        if kind == "gradients" and not self._reduces(u):
+            return 0, self.columns(u)[column].size
         index, pieces = self._index[kind][replica]
         return cut(self.columns(u)[column].size, pieces, index)
 
@@ -308,7 +321,7 @@ class Layout:
 
     def _reduce(self, u: int) -> Reduction:
         """Hop 1: partial gradients of one micro-batch to their owners inside every gradient group."""
-        if self._degree["gradients"] == 1:
+        if not self._reduces(u):
             return Reduction((), (), ())
         return _reduction((c, *self.piece("gradients", u, c, k),
                            [r for q in group for r in column.holders[q]], list(column.holders[k]))
@@ -321,12 +334,12 @@ class Layout:
 
     def _sync_parts(self, u: int, c: int) -> Iterator[tuple[int, int, int, list[int], list[int]]]:
         column = self.columns(u)[c]
-        kinds: tuple[Kind, ...] = ("gradients", "optimizer") if self._degree["gradients"] > 1 else ("optimizer",)
+        kinds: tuple[Kind, ...] = ("gradients", "optimizer") if self._reduces(u) else ("optimizer",)
         points = sorted({x for kind in kinds for k in range(len(self._replicas))
                          for x in self.piece(kind, u, c, k)})
         for lo, hi in pairwise(points):
             wants = [r for k in self._owners("optimizer", u, c, lo) for r in column.holders[k]]
-            if self._degree["gradients"] == 1:
+            if not self._reduces(u):
                 has = [r for ranks in column.holders for r in ranks]
             else:  # hop 1 has left the same sum on all holders of a piece; one of them speaks for its group
                 has = [next((r for r in column.holders[k] if r in wants), column.holders[k][0])
@@ -350,16 +363,16 @@ class Layout:
     def needed(self, op: str, u: int) -> bool:
         """Whether a G, R, Y or P action moves anything at all."""
         n = len(self._replicas)
-        w, g, o = self._degree.values()
+        w, _, o = self._degree.values()
         if op == GATHER:  # the same for all units, empty ones too
             return w > 1
         if op == REDUCE:
-            return g > 1
+            return self._reduces(u)
         if not self.units[u].elements:
             return False
         if op == PUBLISH:
             return o > 1 and self._index["weights"] != self._index["optimizer"]
-        if g == 1:
+        if not self._reduces(u):
             return n > 1 or any(len(c.holders[0]) > 1 for c in self.columns(u))
         return len(self._groups["gradients"]) > 1 or self._index["gradients"] != self._index["optimizer"]
 
@@ -393,7 +406,7 @@ class Layout:
             partners = {k, *sharing("optimizer", piece, self.group("optimizer", k))}
             return (Comm("all_gather", ranks(partners), total * _length(piece) // max(1, self.columns(u)[main].size)),)
         everyone = range(len(self._replicas))
-        if self._degree["gradients"] == 1:
+        if not self._reduces(u):
             given = (0, self.columns(u)[main].size)
             sources = ranks(everyone)
             if any(len(h) > 1 for h in holders):
@@ -404,7 +417,7 @@ class Layout:
         share = total * _length(given) // max(1, self.columns(u)[main].size)
         owned = self.piece("optimizer", u, main, k)
         targets = ranks(sharing("optimizer", owned, everyone))
-        if self._degree["optimizer"] == self._degree["gradients"]:
+        if self._degree["optimizer"] == (self._degree["gradients"] if self._reduces(u) else 1):
             return (Comm("all_reduce", sources, share),)
         scatter = Comm("reduce_scatter", sources, share)
         if len(targets) == 1:

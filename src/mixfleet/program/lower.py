@@ -128,7 +128,7 @@ def _reduce_gradients(actions: Actions, layout: Layout, units: tuple[int, ...]) 
         out.append(a)
         if a.op == B:
             out += [Action(REDUCE, u, u + 1, a.mb) for u in layout.units_of_block[a.lo]
-                    if a.lo == min(b for b in layout.units[u].blocks if b in units)]
+                    if layout.needed(REDUCE, u) and a.lo == min(b for b in layout.units[u].blocks if b in units)]
     return out
 
 

@@ -1,0 +1,214 @@
+"""Is a program complete and free of deadlock? Every problem names the role and the action."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from mixfleet.model.spec import Model
+from mixfleet.plan import Plan
+from mixfleet.program.action import (
+    GATHER,
+    NORM,
+    PUBLISH,
+    RECV_ACT,
+    RECV_GRAD,
+    REDUCE,
+    RELEASE,
+    SEND_ACT,
+    SEND_GRAD,
+    STEP,
+    SYNC,
+    Action,
+    B,
+    F,
+    Program,
+    Role,
+    dependencies,
+    stream_of,
+)
+from mixfleet.program.layout import Kind, Layout
+
+RoleKey = tuple[int, int]
+_MATCHES = {SEND_ACT: RECV_ACT, RECV_ACT: SEND_ACT, SEND_GRAD: RECV_GRAD, RECV_GRAD: SEND_GRAD}
+_GROUPS: dict[str, Kind] = {GATHER: "weights", REDUCE: "gradients", PUBLISH: "optimizer"}
+
+
+def check(program: Program, plan: Plan, model: Model) -> tuple[str, ...]:
+    """All problems found; empty for a sound program. Deadlock is looked for only in an otherwise sound program."""
+    layout = Layout(plan, model)
+    roles = {(r.pipeline, r.stage): r for r in program.roles}
+    wanted = [(p, s) for p, pipeline in enumerate(plan.pipelines) for s in range(len(pipeline.stages))]
+    problems = [f"{_name(key)} has no program" for key in wanted if key not in roles]
+    if problems:
+        return tuple(problems)
+    for key in wanted:
+        problems += [f"{_name(key)}: {text}" for text in _role_problems(roles[key], plan, layout)]
+    problems += _unmatched(roles)
+    return tuple(problems) or tuple(_deadlock(roles, plan, layout))
+
+
+def _name(key: RoleKey) -> str:
+    return f"pipeline {key[0]} stage {key[1]}"
+
+
+def _role_problems(role: Role, plan: Plan, layout: Layout) -> Iterator[str]:
+    pipeline = plan.pipelines[role.pipeline]
+    lo, hi = pipeline.stages[role.stage].blocks
+    units = layout.units_of_stage(role.pipeline, role.stage)
+    micro_batches = range(len(pipeline.micro_batches))
+    yield from _miscounted(role, layout, lo, hi, units, micro_batches)
+    stages = len(pipeline.stages)
+    seen: set[tuple[str, int, int]] = set()
+    held: set[int] = set()
+    sharded = layout.needed(GATHER, units[0])
+    for at, a in enumerate(role.actions):
+        here = f"action {at}, {a}"
+        if a.op == GATHER:
+            if a.lo in held:
+                yield f"{here}: the weights are gathered already"
+            held.add(a.lo)
+        elif a.op == RELEASE:
+            if a.lo not in held:
+                yield f"{here}: the weights are not gathered"
+            held.discard(a.lo)
+        elif a.op in (F, B):
+            blocks = range(a.lo, a.hi) if a.op == F else reversed(range(a.lo, a.hi))
+            for b in blocks:
+                missing = [u for u in layout.units_of_block[b] if u not in held] if sharded else []
+                if missing:
+                    yield f"{here}: the weights of unit {missing[0]} are not gathered"
+                if a.op == F and b > lo and (F, b - 1, a.mb) not in seen:
+                    yield f"{here}: block {b} runs before block {b - 1}"
+                if a.op == B and (F, b, a.mb) not in seen:
+                    yield f"{here}: the backward of block {b} runs before its forward"
+                if a.op == B and b < hi - 1 and (B, b + 1, a.mb) not in seen:
+                    yield f"{here}: the backward of block {b} runs before that of block {b + 1}"
+                seen.add((a.op, b, a.mb))
+            if a.op == F and a.lo == lo and role.stage > 0 and (RECV_ACT, lo, a.mb) not in seen:
+                yield f"{here}: its input has not been received"
+            if a.op == B and a.hi == hi and role.stage < stages - 1 and (RECV_GRAD, lo, a.mb) not in seen:
+                yield f"{here}: the gradient of its output has not been received"
+        else:
+            ready = {SEND_ACT: (F, hi - 1, a.mb), SEND_GRAD: (B, lo, a.mb)}.get(a.op)
+            if ready and ready not in seen:
+                yield f"{here}: what it sends has not been computed"
+            seen.add((a.op, a.lo, a.mb))
+
+
+def _miscounted(role: Role, layout: Layout, lo: int, hi: int, units: tuple[int, ...],
+                micro_batches: range) -> Iterator[str]:
+    """Missing and doubled actions."""
+    stages = len(layout.plan.pipelines[role.pipeline].stages)
+    expected: Counter[tuple[str, int, int]] = Counter()
+    for m in micro_batches:
+        for op in (F, B):
+            expected.update((op, b, m) for b in range(lo, hi))
+        expected.update((op, lo, m) for op in ((RECV_ACT, SEND_GRAD) if role.stage > 0 else ()))
+        expected.update((op, lo, m) for op in ((SEND_ACT, RECV_GRAD) if role.stage < stages - 1 else ()))
+        expected.update((REDUCE, u, m) for u in units if layout.needed(REDUCE, u))
+    expected.update((op, u, -1) for op in (SYNC, PUBLISH) for u in units if layout.needed(op, u))
+    expected.update((STEP, u, -1) for u in units)
+    expected[(NORM, 0, -1)] = 1
+    found: Counter[tuple[str, int, int]] = Counter()
+    for a in role.actions:
+        if a.op in (F, B):
+            found.update((a.op, b, a.mb) for b in range(a.lo, a.hi))
+        elif a.op not in (GATHER, RELEASE):
+            found[(a.op, a.lo, a.mb)] += 1
+    for key in sorted((expected | found).keys()):
+        name = str(Action(key[0], key[1], key[1] + 1, key[2]))
+        if found[key] < expected[key]:
+            yield f"{name} is missing"
+        elif expected[key] == 0:
+            yield f"{name} does not belong here"
+        elif found[key] > expected[key]:
+            yield f"{name} is there {found[key]} times"
+
+
+def _unmatched(roles: dict[RoleKey, Role]) -> Iterator[str]:
+    """Sends and receives of a channel must name the same micro-batches in the same order."""
+    for (p, s), role in roles.items():
+        peers = {a.peer for a in role.actions if a.op in (SEND_ACT, SEND_GRAD)}
+        for peer in sorted(peers):
+            for op in (SEND_ACT, SEND_GRAD):
+                sent = [a.mb for a in role.actions if a.op == op and a.peer == peer]
+                other = roles.get((p, peer))
+                got = [a.mb for a in other.actions if a.op == _MATCHES[op] and a.peer == s] if other else []
+                if sent != got:
+                    yield (f"{_name((p, s))} sends {op} for micro-batches {sent} to stage {peer}, which receives "
+                           f"{got}")
+
+
+def _linked(pipeline: int, plan: Plan, layout: Layout, kind: Kind) -> set[int]:
+    """Pipelines that must act together because groups join their replicas, directly or through others."""
+    found = {pipeline}
+    while True:
+        more = {plan.replicas[q][0] for k, (p, _) in enumerate(plan.replicas) if p in found
+                for q in layout.group(kind, k)}
+        if more == found:
+            return found
+        found = more
+
+
+def _deadlock(roles: dict[RoleKey, Role], plan: Plan, layout: Layout) -> list[str]:
+    """Run the program without a clock; what cannot start any more is named with what it waits for."""
+    needs = {key: dependencies(r.actions, layout, layout.units_of_stage(*key)) for key, r in roles.items()}
+    queues: dict[RoleKey, dict[tuple[str, int], list[int]]] = {}
+    for key, role in roles.items():
+        streams: dict[tuple[str, int], list[int]] = {}
+        for i, a in enumerate(role.actions):
+            streams.setdefault(stream_of(a), []).append(i)
+        queues[key] = {stream: list(reversed(items)) for stream, items in streams.items()}
+    done: dict[RoleKey, set[int]] = {key: set() for key in roles}
+
+    def partners(key: RoleKey, a: Action) -> set[RoleKey]:
+        if a.op in _MATCHES:
+            return {key, (key[0], a.peer)}
+        if a.op == NORM:
+            return set(roles)
+        if a.op not in (GATHER, REDUCE, SYNC, PUBLISH):
+            return {key}
+        pipelines = set(range(len(plan.pipelines)))
+        if a.op in _GROUPS:
+            pipelines = _linked(key[0], plan, layout, _GROUPS[a.op])
+        held_by = {(p, s) for p, s in roles if p in pipelines and a.lo in layout.units_of_stage(p, s)}
+        # Pipelines that share weights have equal stages, and each stage gathers for itself, tied tensors too.
+        return {(p, s) for p, s in held_by if s == key[1]} if a.op == GATHER else held_by
+
+    def ready(key: RoleKey) -> dict[tuple[str, int, int], tuple[int, tuple[str, int]]]:
+        """Heads of streams whose dependencies are met, by what partners must agree on."""
+        found = {}
+        for stream, items in queues[key].items():
+            if items and done[key].issuperset(needs[key][items[-1]]):
+                a = roles[key].actions[items[-1]]
+                found[(a.op, a.lo if a.op not in _MATCHES else a.peer, a.mb)] = (items[-1], stream)
+        return found
+
+    moved = True
+    while moved:
+        moved = False
+        heads = {key: ready(key) for key in roles}
+        for key in roles:
+            for name, (i, _) in list(heads[key].items()):
+                a = roles[key].actions[i]
+                group = partners(key, a)
+                wanted = {k: name if k == key or a.op not in _MATCHES else (_MATCHES[a.op], key[1], a.mb)
+                          for k in group}
+                if i not in done[key] and all(wanted[k] in heads[k] for k in group):
+                    for k in group:
+                        j, stream = heads[k].pop(wanted[k])
+                        queues[k][stream].pop()
+                        done[k].add(j)
+                    moved = True
+    problems = []
+    for key, role in roles.items():
+        stuck = [items[-1] for items in queues[key].values() if items]
+        if stuck:
+            waits = []
+            for i in sorted(stuck):
+                open_ = [str(role.actions[j]) for j in needs[key][i] if j not in done[key]]
+                others = ", ".join(_name(k) for k in sorted(partners(key, role.actions[i]) - {key}))
+                waits.append(f"{role.actions[i]} waits for {', '.join(open_) or others}")
+            problems.append(f"{_name(key)} is stuck: {'; '.join(waits)}")
+    return problems
