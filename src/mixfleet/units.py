@@ -129,6 +129,6 @@ def text_flops(value: float) -> str:
 
 
 def _exact(value: float, parse: Callable[[str], float], units: dict[str, float]) -> str:
-    """The shortest text in one of `units` that parses to `value`; the plain number where rounding spoils them all."""
+    """The shortest text in one of `units` that parses to `value`, best without an exponent; else the plain number."""
     texts = [f"{value / size:.{digits}g} {unit}" for unit, size in units.items() for digits in (12, 17)]
-    return min((t for t in texts if parse(t) == value), key=len, default=repr(value))
+    return min((t for t in texts if parse(t) == value), key=lambda t: ("e" in t, len(t)), default=repr(value))

@@ -1,0 +1,235 @@
+"""What a core reaches (matrix products, memory, overhead per operator), and what the blocks of a job take.
+
+The functions that take no cluster run inside the processes of `pinned`.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from time import perf_counter, process_time
+from typing import TYPE_CHECKING, Any
+
+from mixfleet.calibrate.links import exchange, loopback_of, measure_loopback
+from mixfleet.calibrate.pinned import Cores, run_pinned
+from mixfleet.cluster import BlockTime, Cluster, Device, Link, Node
+from mixfleet.cluster_file import LOOPBACK
+from mixfleet.cost.kernels import block_cost, efficiency, optimizer_s
+from mixfleet.errors import InputError
+from mixfleet.job import Job
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+_WINDOW_S = 0.25
+_TOO_SLOW_S = 4.0
+_OPTIMIZER_ELEMENTS = 2**20
+_ROOFLINE_KINDS = ("gemm", "attention", "norm", "softmax", "loss", "elementwise", "embedding")
+
+
+def measure_machine(ranks: Sequence[Cores]) -> tuple[list[dict[str, float]], Link]:
+    """Figures of the cores of each rank, all of them loaded, and the link between the ranks.
+
+    Figures are FLOP/s per data type, `memory_Bps` and `launch_s` of all the cores together, as if nobody shared them.
+    """
+    found = run_pinned(f"{__name__}:machine_figures", ranks, {"ranks": ranks})
+    figures = [found[ranks.index(cores)]["figures"] for cores in ranks]
+    return figures, loopback_of([f["exchange"] for f in found]) if len(ranks) > 1 else LOOPBACK
+
+
+def machine_figures(ranks: list[list[int]]) -> dict[str, Any]:
+    """One rank per set of cores measures them while those that share them wait; then all exchange messages."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    mine = core_figures() if ranks.index(ranks[rank]) == rank else {}
+    dist.barrier()
+    return {"figures": mine, "exchange": exchange() if len(ranks) > 1 else []}
+
+
+def core_figures() -> dict[str, float]:
+    """Best of many short runs, so that other work on the machine hardly shows."""
+    import torch
+
+    figures: dict[str, float] = {}
+    for dtype, n in (("fp32", 512), ("fp64", 384), ("bf16", 512)):
+        kind = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}[dtype]
+        a, b = (torch.randn(n, n).to(kind) for _ in range(2))
+        figures[dtype] = 2 * n**3 / _best_s(partial(torch.matmul, a, b))
+    source, target = torch.ones(2**24), torch.empty(2**24)
+    figures["memory_Bps"] = 2 * source.nbytes / _best_s(lambda: target.copy_(source))
+    tiny = torch.ones(8)
+    figures["launch_s"] = _best_s(lambda: [tiny + 1.0 for _ in range(100)]) / 100
+    return figures
+
+
+def _best_s(work: Callable[[], Any]) -> float:
+    work()
+    best, end = float("inf"), perf_counter() + _WINDOW_S
+    while perf_counter() < end:
+        start = perf_counter()
+        work()
+        best = min(best, perf_counter() - start)
+    return best
+
+
+def profile_job(job: Job, cluster: Cluster, *, micro_batches: Sequence[int] = ()) -> Cluster:
+    """`cluster`, which must be this one machine, with what the job's blocks really take on each of its devices.
+
+    All devices work at the same time, as in training. Every kind of block is measured for a few micro-batches,
+    without tensor parallelism; for shapes that were not measured, the efficiencies are scaled to agree. The
+    optimizer and the link between the processes are measured too. Raises InputError for a job that cannot be
+    trained here and MeasurementError if a process dies.
+    """
+    if len(cluster.nodes) > 1:
+        raise InputError(f"cluster {cluster.name} has {len(cluster.nodes)} nodes; only this machine can be measured")
+    node = cluster.nodes[0]
+    sizes = sorted(set(micro_batches or (1, min(4, job.global_batch), min(16, job.global_batch))))
+    with tempfile.TemporaryDirectory(prefix="mixfleet-") as folder:
+        job.save(Path(folder, "job.yaml"))
+        found = run_pinned(f"{__name__}:job_times", [d.cores for d in node.devices],
+                           {"job_path": f"{folder}/job.yaml", "micro_batches": sizes,
+                            "kinds": [d.kind for d in node.devices]}, timeout_s=1800)
+    alike: dict[Device, list[dict[str, Any]]] = defaultdict(list)
+    for device, times in zip(node.devices, found):
+        alike[_without_cores(device)].append(times)
+    devices = tuple(_measured(d, alike[_without_cores(d)], job) for d in node.devices)
+    pinned = len(devices) > 1 and all(d.kind == "cpu" for d in devices)
+    link = measure_loopback([d.cores for d in devices]) if pinned else node.link
+    measured: Node = node.replace(devices=devices, link=link)
+    return cluster.replace(nodes=(measured,))
+
+
+def _without_cores(device: Device) -> Device:
+    return device.replace(cores=(), block_times=())
+
+
+def _measured(device: Device, runs: list[dict[str, Any]], job: Job) -> Device:
+    """The device with the mean of what was measured on it and on those like it."""
+    def seconds(cpu: float, wall: float) -> float:
+        return cpu / device.share if device.kind == "cpu" and len(device.cores) == 1 else wall
+
+    times = []
+    for i, first in enumerate(runs[0]["blocks"]):
+        rows = [run["blocks"][i] for run in runs]
+        times.append(BlockTime(
+            block=first["block"], micro_batch=first["micro_batch"], seq_len=job.seq_len, precision=job.precision,
+            forward_s=_digits(fmean(seconds(*r["forward"]) for r in rows)),
+            backward_s=_digits(fmean(seconds(*r["backward"]) for r in rows))))
+    step_s = fmean(seconds(*run["optimizer"]) for run in runs)
+    plain = device.replace(block_times=(), efficiency={**device.efficiency, "optimizer": 1.0}, launch_s=0.0)
+    part = optimizer_s(_OPTIMIZER_ELEMENTS, plain, job) / step_s
+    roofline = measured = 0.0
+    for block in {b.kind: b for b in job.model.blocks}.values():
+        for time in (t for t in times if t.block == block.kind):
+            cost = block_cost(block, time.micro_batch, job.seq_len, 1, device.replace(block_times=()), job)
+            roofline += cost.forward_s + cost.backward_s
+            measured += time.forward_s + time.backward_s
+    scaled = {kind: _digits(efficiency(device, kind) * roofline / measured) for kind in _ROOFLINE_KINDS}
+    return device.replace(block_times=tuple(times), efficiency={**scaled, "optimizer": _digits(part)})
+
+
+def _digits(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def job_times(job_path: str, micro_batches: list[int], kinds: list[str]) -> dict[str, Any]:
+    """(CPU seconds, wall seconds) of forward and backward per block kind and micro-batch, and of an optimizer step."""
+    import torch
+    import torch.distributed as dist
+
+    from mixfleet.run.modules import build_blocks
+
+    job, rank = Job.load(job_path), dist.get_rank()
+    device = torch.device("cuda", kinds[:rank].count("gpu")) if kinds[rank] == "gpu" else torch.device("cpu")
+    dtype = {"fp64": torch.float64, "fp16": torch.float16, "bf16": torch.bfloat16}.get(job.precision, torch.float32)
+    first_of: dict[str, int] = {}
+    for i, block in enumerate(job.model.blocks):
+        first_of.setdefault(block.kind, i)
+    rows = []
+    for kind, index in first_of.items():
+        (module,) = build_blocks(job.model, [index], device=device, dtype=dtype)
+        for size in micro_batches:
+            forward, backward = _block_times(job, index, module, size, device, dtype)
+            rows.append({"block": kind, "micro_batch": size, "forward": forward, "backward": backward})
+            if _slowest(forward[1] + backward[1]) > _TOO_SLOW_S:
+                break
+    return {"blocks": rows, "optimizer": _optimizer_times(job, device)}
+
+
+Times = tuple[float, float]
+
+
+def _block_times(job: Job, index: int, module: nn.Module, size: int, device: Any, dtype: Any) -> tuple[Times, Times]:
+    import torch
+
+    shape = (size, job.seq_len)
+    tokens = torch.randint(0, job.model.vocab, shape, device=device)
+    inputs: list[Tensor] = [tokens]
+    if index:
+        x = torch.randn(*shape, job.model.hidden, device=device, dtype=dtype).requires_grad_()
+        inputs = [x, tokens] if index == len(job.model.blocks) - 1 else [x]
+    gradient = torch.ones_like(module(*inputs))
+    outputs: list[Tensor] = []
+
+    def forward() -> None:
+        outputs.append(module(*inputs))
+
+    def backward() -> None:
+        torch.autograd.backward(outputs.pop(), gradient)
+        if inputs[0].is_floating_point():
+            inputs[0].grad = None
+
+    forward_times, backward_times = _alternating([forward, backward], device)
+    return forward_times, backward_times
+
+
+def _optimizer_times(job: Job, device: Any) -> Times:
+    import torch
+
+    weights = torch.zeros(_OPTIMIZER_ELEMENTS, device=device, requires_grad=True)
+    weights.grad = torch.full_like(weights, 1e-3)
+    o = job.optimizer
+    optimizer: torch.optim.Optimizer
+    if o.name == "adamw":
+        optimizer = torch.optim.AdamW([weights], lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay,
+                                      fused=True)
+    else:
+        optimizer = torch.optim.SGD([weights], lr=o.lr, momentum=o.momentum, weight_decay=o.weight_decay, fused=True)
+    return _alternating([optimizer.step], device)[0]
+
+
+def _alternating(parts: Sequence[Callable[[], Any]], device: Any) -> list[Times]:
+    """Mean (CPU, wall) seconds of each part, run in turn for as long as the window lasts on every rank at once."""
+    import torch
+    import torch.distributed as dist
+
+    for part in parts:
+        part()
+    totals = [[0.0, 0.0] for _ in parts]
+    dist.barrier()
+    rounds, end = 0, perf_counter() + _WINDOW_S
+    while perf_counter() < end or rounds < 2:
+        for part, total in zip(parts, totals):
+            cpu, wall = process_time(), perf_counter()
+            part()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            total[0] += process_time() - cpu
+            total[1] += perf_counter() - wall
+        rounds += 1
+    return [(cpu / rounds, wall / rounds) for cpu, wall in totals]
+
+
+def _slowest(seconds: float) -> float:
+    """The largest value of any rank, so that all of them decide alike."""
+    import torch
+    import torch.distributed as dist
+
+    value = torch.tensor(seconds)
+    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return value.item()

@@ -1,0 +1,94 @@
+"""Runs a measurement in fresh processes at the same time, each pinned to its cores, as training would run there.
+
+`python -m mixfleet.calibrate.pinned order.json` is one such process. The processes share a gloo group, by which
+measurements start together.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+Cores = tuple[int, ...]
+
+
+class MeasurementError(RuntimeError):
+    """A measuring process died or took too long."""
+
+
+def run_pinned(task: str, cores: Sequence[Cores], arguments: dict[str, Any], *, timeout_s: float = 300.0) -> list[Any]:
+    """Call the function named `module:function` with `arguments` once per entry of `cores`, all at the same time.
+
+    An empty entry does not pin. Returns what each call returned (it must be JSON). Raises MeasurementError.
+    """
+    with tempfile.TemporaryDirectory(prefix="mixfleet-") as folder:
+        workers = []
+        for rank, mine in enumerate(cores):
+            order = {"task": task, "rank": rank, "world": len(cores), "cores": list(mine), "arguments": arguments,
+                     "store": f"{folder}/store", "result": f"{folder}/result-{rank}.json"}
+            path = Path(folder, f"order-{rank}.json")
+            path.write_text(json.dumps(order))
+            with open(f"{folder}/log-{rank}", "wb") as log:
+                workers.append(subprocess.Popen([sys.executable, "-m", __name__, str(path)], stdout=log, stderr=log,
+                                                env=os.environ | {"OMP_NUM_THREADS": str(len(mine) or 1)}))
+        try:
+            _wait(workers, monotonic() + timeout_s, folder)
+        finally:
+            for worker in workers:
+                worker.kill()
+                worker.wait()
+        return [json.loads(Path(folder, f"result-{rank}.json").read_text()) for rank in range(len(cores))]
+
+
+def _wait(workers: list[subprocess.Popen[bytes]], until: float, folder: str) -> None:
+    while any(w.poll() is None for w in workers):
+        failed = next((i for i, w in enumerate(workers) if w.poll()), None)
+        if failed is not None or monotonic() > until:
+            break
+        sleep(0.02)
+    for rank, worker in enumerate(workers):
+        if worker.poll() is None:
+            continue
+        if worker.returncode:
+            log = Path(folder, f"log-{rank}").read_text(errors="replace").strip().splitlines()
+            raise MeasurementError(f"measuring process {rank} failed: {log[-1] if log else worker.returncode}")
+    if any(w.poll() is None for w in workers):
+        raise MeasurementError("the measurement took too long")
+
+
+def available_cores() -> Cores:
+    """The cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return tuple(range(os.cpu_count() or 1))
+
+
+def _main(path: str) -> None:
+    order = json.loads(Path(path).read_text())
+    if order["cores"] and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, order["cores"])
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(len(order["cores"]) or 1)
+    dist.init_process_group("gloo", init_method=f"file://{order['store']}", rank=order["rank"],
+                            world_size=order["world"])
+    module, _, name = order["task"].partition(":")
+    function: Callable[..., Any] = getattr(import_module(module), name)
+    result = function(**order["arguments"])
+    dist.barrier()
+    Path(order["result"]).write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1])
