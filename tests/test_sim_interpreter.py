@@ -43,7 +43,7 @@ def job(blocks, batch, **more):
 
 def played(plan, job, cluster, fold=True):
     layout = Layout(plan, job.model)
-    return play(lower(plan, job.model, layout), plan, job, cluster, layout, fold=fold)
+    return play(lower(plan, job.model, layout), plan, job, cluster, layout, fold=fold).rows
 
 
 def ending(rows):

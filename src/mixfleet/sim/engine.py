@@ -6,6 +6,7 @@ It knows no devices. Order is (time, kind of event, insertion), so equal input g
 from __future__ import annotations
 
 from heapq import heappop, heappush
+from typing import NamedTuple
 
 from mixfleet.sim.flow import Flow, Network
 
@@ -38,12 +39,30 @@ class Graph:
 _END, _ENTER = 0, 1
 
 
-def run(graph: Graph) -> tuple[list[int], list[int]]:
-    """Start and end of every task in ns. Tasks that wait for each other in a circle are left at -1."""
+class Times(NamedTuple):
+    """Per task: start and end in ns, and the task whose end let it start (-1: none)."""
+
+    start: list[int]
+    end: list[int]
+    cause: list[int]
+
+    def critical(self) -> list[int]:
+        """The chain of tasks, in order, that ends last: each has started when the one before it ended."""
+        task = max(range(len(self.end)), key=lambda t: self.end[t], default=-1)
+        chain = []
+        while task >= 0:
+            chain.append(task)
+            task = self.cause[task]
+        return chain[::-1]
+
+
+def run(graph: Graph) -> Times:
+    """Plays the graph. Tasks that wait for each other in a circle are left at -1."""
     durations, flows, after = graph.duration_ns, graph.flows, graph.after
     waits = list(graph.waits)
     start, end = [-1] * len(waits), [-1] * len(waits)
     due = [-1] * len(waits)
+    cause = [-1] * len(waits)
     network = Network(flows)
     queue: list[tuple[int, int, int, int]] = []
     inserted = now = 0
@@ -63,6 +82,7 @@ def run(graph: Graph) -> tuple[list[int], list[int]]:
                 for other in after[task]:
                     waits[other] -= 1
                     if not waits[other]:
+                        cause[other] = task
                         ready.append(other)
         ready = []
         moved = False
@@ -82,10 +102,11 @@ def run(graph: Graph) -> tuple[list[int], list[int]]:
                 for other in after[task]:
                     waits[other] -= 1
                     if not waits[other]:
+                        cause[other] = task
                         ready.append(other)
         if moved:
             for task, ends in network.settle(now):
                 due[task] = ends
                 inserted += 1
                 heappush(queue, (ends, _END, inserted, task))
-    return start, end
+    return Times(start, end, cause)

@@ -33,16 +33,19 @@ from mixfleet.program.action import (
     stream_of,
 )
 from mixfleet.program.layout import Layout
-from mixfleet.sim.engine import Graph, run
+from mixfleet.sim.engine import Graph, Times, run
 from mixfleet.sim.flow import Flow, flow
-from mixfleet.sim.fold import distinct, refine
+from mixfleet.sim.fold import Colours, distinct, refine
 from mixfleet.sim.traffic import Entity, Kind, Traffic
 from mixfleet.units import NS_PER_S
 
 NORM_BYTES = 16
 """What the norm exchanges per rank: a sum of squares and a count of valid tokens, both fp64."""
-_SENDS = {SEND_ACT: 0, SEND_GRAD: 0, RECV_ACT: -1, RECV_GRAD: 1}
-"""From a point-to-point action to the stage that sends, relative to its own."""
+_SENDER = {SEND_ACT: (SEND_ACT, 0), RECV_ACT: (SEND_ACT, -1), SEND_GRAD: (SEND_GRAD, 0), RECV_GRAD: (SEND_GRAD, 1)}
+"""From a point-to-point action to the kind of the transfer and the stage that sends, relative to its own."""
+CATEGORY = {SEND_ACT: "send", SEND_GRAD: "send", RECV_ACT: "recv", RECV_GRAD: "recv", GATHER: "gather",
+            PUBLISH: "gather", REDUCE: "reduce", SYNC: "reduce", NORM: "reduce"}
+"""Of the actions that communicate."""
 
 
 class Part(NamedTuple):
@@ -64,104 +67,147 @@ class Row(NamedTuple):
     end_ns: list[int]
 
 
-def play(program: Program, plan: Plan, job: Job, cluster: Cluster, layout: Layout, *, fold: bool = True) -> list[Row]:
+class Played(NamedTuple):
+    """One step. `critical` is the chain of actions and transfers that sets its length, as (category, where, ns)."""
+
+    rows: list[Row]
+    critical: list[tuple[str, str, int]]
+
+    @property
+    def end_ns(self) -> int:
+        return max((max(row.end_ns) for row in self.rows if row.end_ns), default=0)
+
+
+def play(program: Program, plan: Plan, job: Job, cluster: Cluster, layout: Layout, *, fold: bool = True) -> Played:
     """Runs one step. With `fold` off every entity gets a row of its own.
 
     Raises RuntimeError if the program deadlocks: `program.check` finds that with the reason.
     """
-    traffic = Traffic(plan, job, cluster, layout)
-    pricing = _Pricing(plan, job, cluster, layout, traffic)
-    entities, instances = traffic.entities, traffic.instances
-    if fold:
-        colours = refine([pricing.kind(e) for e in range(len(entities))], instances, traffic.capacities)
-    else:
-        colours = distinct(len(entities), len(instances), len(traffic.capacities))
-    members: dict[int, list[int]] = {}
-    for e, colour in enumerate(colours.entities):
-        members.setdefault(colour, []).append(e)
-    flows = _Flows(traffic, colours.instances, colours.ports)
-    graph = Graph()
-    shared: dict[tuple[object, ...], int] = {}
-    roles = {(role.pipeline, role.stage): role for role in program.roles}
-    orders: dict[tuple[int, int], tuple[list[tuple[str, int]], tuple[tuple[int, ...], ...]]] = {}
-    played = []
-    for group in members.values():
-        e = group[0]
-        entity = entities[e]
+    return _Player(program, plan, job, cluster, layout, fold).play()
+
+
+class _Voice(NamedTuple):
+    """The actions of one colour of entities, as tasks: where each begins and ends."""
+
+    group: list[int]
+    actions: tuple[Action, ...]
+    parts: list[tuple[Part, ...]]
+    first: list[int]
+    last: list[int]
+
+
+class _Player:
+    """Turns the program into a graph of tasks and runs it."""
+
+    def __init__(self, program: Program, plan: Plan, job: Job, cluster: Cluster, layout: Layout, fold: bool) -> None:
+        self._plan, self._layout = plan, layout
+        self._roles = {(role.pipeline, role.stage): role.actions for role in program.roles}
+        self._traffic = Traffic(plan, job, cluster, layout)
+        self._pricing = _Pricing(plan, job, cluster, layout, self._traffic)
+        count, instances, capacities = len(self._traffic.entities), self._traffic.instances, self._traffic.capacities
+        self._colours = refine([self._pricing.kind(e) for e in range(count)], instances, capacities) if fold \
+            else distinct(count, len(instances), len(capacities))
+        self._flows = _Flows(self._traffic, self._colours)
+        self._graph = Graph()
+        self._shared: dict[tuple[object, ...], int] = {}
+        self._link: dict[int, int] = {}
+        """Task -> the instance of its transfer."""
+
+    def play(self) -> Played:
+        groups: dict[int, list[int]] = {}
+        for e, colour in enumerate(self._colours.entities):
+            groups.setdefault(colour, []).append(e)
+        voices = [self._voice(group) for group in groups.values()]
+        times = run(self._graph)
+        if min(times.end, default=0) < 0:
+            raise RuntimeError("the program deadlocks: some actions wait for each other")
+        entities = self._traffic.entities
+        rows = [Row(entities[v.group[0]], tuple(entities[e] for e in v.group), v.actions, tuple(v.parts),
+                    [times.start[t] for t in v.first], [times.end[t] for t in v.last]) for v in voices]
+        return Played(rows, self._critical(voices, times))
+
+    def _voice(self, group: list[int]) -> _Voice:
+        entity = self._traffic.entities[group[0]]
         place = (entity.pipeline, entity.stage)
-        actions = roles[place].actions
-        if place not in orders:
-            orders[place] = ([stream_of(a) for a in actions],
-                             dependencies(actions, layout, layout.units_of_stage(*place)))
-        streams, needs = orders[place]
-        last: dict[tuple[str, int], int] = {}
-        ends: list[int] = []
-        starts: list[int] = []
-        parts: list[tuple[Part, ...]] = []
-        count: dict[tuple[str, int], int] = {}
-        sizes = plan.pipelines[entity.pipeline].micro_batches
-        for action, stream, after in zip(actions, streams, needs, strict=True):
-            op = action.op
-            part: tuple[Part, ...] = ()
-            if op in _SENDS:
-                kind: Kind = ((SEND_ACT if op in (SEND_ACT, RECV_ACT) else SEND_GRAD), entity.pipeline,
-                              entity.stage + _SENDS[op])
-                i = traffic.at[e, kind]
-                key: tuple[object, ...] = (colours.instances[i], action.mb)
-                if key not in shared:
-                    shared[key] = graph.add(flow=flows.of(i, sizes[action.mb], sizes[0]))
-                tasks = [shared[key]]
-            elif op in (GATHER, REDUCE, SYNC, PUBLISH):
-                u = action.lo
-                count[op, u] = turn = count.get((op, u), 0) + 1
-                tasks = []
-                for phase in range(traffic.phases[op, traffic.unit_kind[u]]):
-                    i = traffic.at[e, (op, traffic.unit_kind[u], phase)]
-                    key = (colours.instances[i], u, turn)
-                    if key not in shared:
-                        shared[key] = graph.add(flow=flows.of(i))
-                    tasks.append(shared[key])
-                if not tasks:
-                    tasks = [graph.add()]
-            elif op == NORM:
-                if (NORM,) not in shared:
-                    shared[NORM,] = graph.add(pricing.norm_ns)
-                tasks = [shared[NORM,]]
-            else:
-                part = pricing.parts(e, action, sizes[action.mb] if action.mb >= 0 else 0)
-                tasks = [graph.add(sum(p.ns for p in part))]
-            first = tasks[0]
-            before = last.get(stream)
-            if before is not None:
-                graph.order(before, first)
+        voice = _Voice(group, self._roles[place], [], [], [])
+        needs = dependencies(voice.actions, self._layout, self._layout.units_of_stage(*place))
+        order = self._graph.order
+        before: dict[tuple[str, int], int] = {}
+        turns: dict[tuple[str, int], int] = {}
+        for action, after in zip(voice.actions, needs, strict=True):
+            turns[action.op, action.lo] = turn = turns.get((action.op, action.lo), 0) + 1
+            parts, tasks = self._tasks(group[0], action, turn)
+            stream = stream_of(action)
+            if stream in before:
+                order(before[stream], tasks[0])
             for j in after:
-                graph.order(ends[j], first)
+                order(voice.last[j], tasks[0])
             for a, b in pairwise(tasks):
-                graph.order(a, b)
-            last[stream] = tasks[-1]
-            starts.append(first)
-            ends.append(tasks[-1])
-            parts.append(part)
-        played.append((group, actions, tuple(parts), starts, ends))
-    start, end = run(graph)
-    if min(end, default=0) < 0:
-        raise RuntimeError("the program deadlocks: some actions wait for each other")
-    return [Row(entities[group[0]], tuple(entities[m] for m in group), actions, parts,
-                [start[t] for t in starts], [end[t] for t in ends])
-            for group, actions, parts, starts, ends in played]
+                order(a, b)
+            before[stream] = tasks[-1]
+            voice.first.append(tasks[0])
+            voice.last.append(tasks[-1])
+            voice.parts.append(parts)
+        return voice
+
+    def _tasks(self, e: int, action: Action, turn: int) -> tuple[tuple[Part, ...], list[int]]:
+        """The tasks of an action, one after another; `turn` counts the actions of its kind on its unit."""
+        op, traffic = action.op, self._traffic
+        entity = traffic.entities[e]
+        sizes = self._plan.pipelines[entity.pipeline].micro_batches
+        if op in _SENDER:
+            kind: Kind = (_SENDER[op][0], entity.pipeline, entity.stage + _SENDER[op][1])
+            return (), [self._transfer(traffic.at[e, kind], (action.mb,), sizes[action.mb], sizes[0])]
+        if op in (GATHER, REDUCE, SYNC, PUBLISH):
+            unit_kind = traffic.unit_kind[action.lo]
+            phases = range(traffic.phases[op, unit_kind])
+            return (), [self._transfer(traffic.at[e, (op, unit_kind, i)], (action.lo, turn)) for i in phases] \
+                or [self._graph.add()]
+        if op == NORM:
+            if (NORM,) not in self._shared:
+                self._shared[NORM,] = self._graph.add(self._pricing.norm_ns)
+            return (), [self._shared[NORM,]]
+        parts = self._pricing.parts(e, action, sizes[action.mb] if action.mb >= 0 else 0)
+        return parts, [self._graph.add(sum(part.ns for part in parts))]
+
+    def _transfer(self, instance: int, which: tuple[int, ...], size: int = 1, whole: int = 1) -> int:
+        """The task of a transfer, made by the first of those who meet in it."""
+        key = (self._colours.instances[instance], *which)
+        task = self._shared.get(key)
+        if task is None:
+            task = self._shared[key] = self._graph.add(flow=self._flows.of(instance, size, whole))
+            self._link[task] = instance
+        return task
+
+    def _critical(self, voices: list[_Voice], times: Times) -> list[tuple[str, str, int]]:
+        owner = {task: (v, k) for v in reversed(voices) for tasks in (v.first, v.last) for k, task in enumerate(tasks)}
+        chain = []
+        for task in times.critical():
+            if task not in owner:  # the middle of an action of several transfers
+                continue
+            voice, k = owner[task]
+            entity = self._traffic.entities[voice.group[0]]
+            where = f"pipeline {entity.pipeline} stage {entity.stage}"
+            category = CATEGORY.get(voice.actions[k].op, "")
+            if task in self._link:
+                where = self._traffic.tightest(self._link[task])
+            if category:
+                chain.append((category, where, times.end[task] - times.start[task]))
+            chain += [(part.category, where, part.ns) for part in voice.parts[k]]
+        return chain
 
 
 class _Flows:
     """Flows of the instances, each standing for all that are equal to it."""
 
-    def __init__(self, traffic: Traffic, instance_colours: list[int], port_colours: list[int]) -> None:
+    def __init__(self, traffic: Traffic, colours: Colours) -> None:
         self._traffic = traffic
-        self._ports = port_colours
-        self._colours = instance_colours
+        self._ports = colours.ports
+        self._colours = colours.instances
         self._passing: dict[tuple[int, int], float] = {}
         for i, instance in enumerate(traffic.instances):
             for port, nbytes in instance.demands:
-                key = (instance_colours[i], port)
+                key = (self._colours[i], port)
                 self._passing[key] = self._passing.get(key, 0.0) + nbytes
         self._made: dict[tuple[int, int, int], Flow] = {}
 

@@ -52,6 +52,12 @@ class Traffic:
             self._point_to_point(p)
         self._state()
 
+    def tightest(self, instance: int) -> str:
+        """Name of the port that takes longest to pass the transfer's bytes."""
+        names = list(self._number)
+        demands = self.instances[instance].demands
+        return names[max(demands, key=lambda d: d[1] / self.capacities[d[0]])[0]] if demands else ""
+
     def _add(self, kind: Kind, members: Iterable[int], transfers: Iterable[Transfer]) -> None:
         """Transfers that happen together, as one."""
         latency_s = 0.0

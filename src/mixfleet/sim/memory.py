@@ -1,0 +1,242 @@
+"""What a device holds as simulated time goes on: each action allocates at its start and frees at its end.
+
+A forward keeps what its backward needs (by recompute mode), a backward brings back what recompute had dropped and
+frees both; gathers hold weights until their release, sharded gradients a buffer until hop 1 has taken it. Messages
+are held from the start of a receive to its use, and from their making to the end of a send.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from mixfleet.cluster import Cluster, Device
+from mixfleet.cost.memory import (
+    allocator_factor,
+    boundary_bytes,
+    framework_bytes,
+    optimizer_temporary_bytes,
+    recompute_bytes,
+    saved_bytes,
+    state_bytes,
+    workspace_bytes,
+)
+from mixfleet.job import Job
+from mixfleet.plan import Plan
+from mixfleet.program.action import (
+    GATHER,
+    RECV_ACT,
+    RECV_GRAD,
+    REDUCE,
+    RELEASE,
+    SEND_ACT,
+    SEND_GRAD,
+    STEP,
+    Action,
+    B,
+    F,
+)
+from mixfleet.program.layout import Kind, Layout
+from mixfleet.sim.interpreter import Row
+
+HOLDS = ("weights", "gradients", "master", "moments", "activations", "messages", "gathered weights",
+         "gradient buffers", "recomputed", "workspace", "optimizer temporaries")
+"""What tensors are held for. A breakdown has besides `framework` and `allocator`."""
+_WEIGHTS, _GRADIENTS, _MASTER, _MOMENTS, _SAVED, _MESSAGES, _GATHERED, _BUFFERS, _AGAIN, _WORK, _OPTIMIZER = range(11)
+
+
+class Peak(NamedTuple):
+    """The most that a device holds, in bytes taken from it, and when that begins."""
+
+    total_bytes: int
+    time_ns: int
+    action: Action | None
+    """What begins then; None where the state alone is the peak."""
+    breakdown: dict[str, int]
+
+
+class Memory(NamedTuple):
+    """Of one device: the peaks of a resumed run and of the first step of a fresh one, and all changes of the first."""
+
+    resumed: Peak
+    fresh: Peak
+    marks: list[tuple[int, int, str]]
+    """(ns, bytes, action) in order of time, one per instant."""
+
+
+class Static(NamedTuple):
+    """Bytes of state that a rank holds all the time."""
+
+    weights: int
+    gradients: int
+    master: int
+    moments: int
+
+
+def static(layout: Layout, job: Job, rank: int) -> Static:
+    """State of a rank, moments in place. A piece that lies outside the one it is made from needs its own buffer."""
+    place = layout.places[rank]
+    own = updated = 0
+    totals = {"weights": 0, "gradients": 0, "optimizer": 0}
+    for u in layout.units_of_stage(place.pipeline, place.stage):
+        held = layout.held(u, rank)
+        pieces = {kind: [layout.piece(kind, u, c, place.replica) for c in held] for kind in _KINDS}
+        for kind in _KINDS:
+            totals[kind] += sum(hi - lo for lo, hi in pieces[kind])
+        owned = sum(hi - lo for lo, hi in pieces["optimizer"])
+        own += 0 if _inside(pieces["optimizer"], pieces["gradients"]) else owned
+        updated += 0 if _inside(pieces["optimizer"], pieces["weights"]) else owned
+    state = state_bytes(job, totals["weights"] + updated, totals["gradients"] + own, totals["optimizer"])
+    return Static(*state)
+
+
+_KINDS: tuple[Kind, ...] = ("weights", "gradients", "optimizer")
+
+
+def _inside(parts: Iterable[tuple[int, int]], wholes: Iterable[tuple[int, int]]) -> bool:
+    return all(a <= lo and hi <= b for (lo, hi), (a, b) in zip(parts, wholes) if lo < hi)
+
+
+def communicators(plan: Plan, pipeline: int, stage: int) -> int:
+    """Process groups of a rank that hold buffers: all ranks, its tensor group, all replicas, partition groups."""
+    n = len(plan.replicas)
+    degrees = {plan.sharding.weights, plan.sharding.gradients, plan.sharding.optimizer} - {1, n}
+    return 1 + (plan.pipelines[pipeline].stages[stage].tensor > 1) + (n > 1) + len(degrees)
+
+
+def follow(row: Row, rank: int, plan: Plan, job: Job, cluster: Cluster, layout: Layout) -> Memory:
+    """Memory of `rank`, one of the row's entity, through the step."""
+    walk = _Walk(row, rank, plan, job, cluster.devices[rank], layout)
+    groups = communicators(plan, row.entity.pipeline, row.entity.stage)
+    device = cluster.devices[rank]
+    state = static(layout, job, rank)
+    events = sorted(walk.events())
+    resumed, marks = _peak(events, state, row, device, groups)
+    fresh, _ = _peak(sorted([*events, *walk.moments()]), state._replace(moments=0), row, device, groups)
+    return Memory(resumed, fresh, marks)
+
+
+Event = tuple[int, int, int, int]
+"""(ns, bytes, index of `HOLDS`, action): frees sort before allocations of the same instant."""
+
+
+def _peak(events: list[Event], state: Static, row: Row, device: Device,
+          groups: int) -> tuple[Peak, list[tuple[int, int, str]]]:
+    factor, framework = allocator_factor(device), framework_bytes(device, groups)
+    held = [*state, *[0] * (len(HOLDS) - len(state))]
+    total = most = sum(held)
+    when, at, snapshot = 0, -1, list(held)
+    marks = [(0, round(total * factor) + framework, "")]
+    for i, (ns, nbytes, what, action) in enumerate(events):
+        held[what] += nbytes
+        total += nbytes
+        if total > most:
+            most, when, at, snapshot = total, ns, action, list(held)
+        if i + 1 == len(events) or events[i + 1][0] != ns:
+            marks.append((ns, round(total * factor) + framework, str(row.actions[action])))
+    taken = round(most * factor)
+    breakdown = {name: n for name, n in zip(HOLDS, snapshot) if n}
+    breakdown |= {name: n for name, n in (("framework", framework), ("allocator", taken - most)) if n}
+    return Peak(taken + framework, when, row.actions[at] if at >= 0 else None, breakdown), marks
+
+
+class _Walk:
+    """The allocations of one row, as seen by one of its ranks."""
+
+    def __init__(self, row: Row, rank: int, plan: Plan, job: Job, device: Device, layout: Layout) -> None:
+        self._row, self._rank, self._job, self._device, self._layout = row, rank, job, device, layout
+        self._pipe = plan.pipelines[row.entity.pipeline]
+        self._stage = self._pipe.stages[row.entity.stage]
+        self._known: dict[tuple[int, int, int], tuple[int, int, int]] = {}
+        self._reduced = {a.lo for a in row.actions if a.op == REDUCE}
+
+    def _blocks(self, lo: int, hi: int, micro_batch: int) -> tuple[int, int, int]:
+        """(saved, workspace, recomputed) bytes of blocks that compute one after another."""
+        key = (lo, hi, micro_batch)
+        if key not in self._known:
+            stage, job, device = self._stage, self._job, self._device
+            shape = (micro_batch, job.seq_len, stage.tensor)
+            sizes: dict[str, tuple[int, int, int]] = {}
+            saved = work = again = 0
+            for block in job.model.blocks[lo:hi]:
+                if block.kind not in sizes:
+                    sizes[block.kind] = (saved_bytes(block, *shape, device, job, stage.recompute),
+                                         workspace_bytes(block, *shape, device, job),
+                                         recompute_bytes(block, *shape, device, job, stage.recompute))
+                one = sizes[block.kind]
+                saved, work, again = saved + one[0], max(work, one[1]), max(again, one[2])
+            self._known[key] = (saved, work, again)
+        return self._known[key]
+
+    def _boundary(self, block: int, micro_batch: int) -> int:
+        """Bytes of the output of a block, in the shards of this stage."""
+        job = self._job
+        return boundary_bytes(job.model.blocks[block], micro_batch, job.seq_len, self._stage.tensor, job)
+
+    def _gradient(self, unit: int) -> int:
+        return self._layout.compute_elements(unit, self._rank) * self._job.bytes.gradient_bytes
+
+    def _owned(self, unit: int) -> int:
+        layout, replica = self._layout, self._row.entity.replica
+        pieces = [layout.piece("optimizer", unit, c, replica) for c in layout.held(unit, self._rank)]
+        return sum(hi - lo for lo, hi in pieces)
+
+    def events(self) -> list[Event]:
+        """All changes but the creation of moments."""
+        row, sizes = self._row, self._pipe.micro_batches
+        found: list[Event] = []
+        add = found.append
+        waiting: dict[tuple[str, int], int] = {}
+        buffers: set[int] = set()
+        lo, hi = self._stage.blocks
+        for i, (action, start, end) in enumerate(zip(row.actions, row.start_ns, row.end_ns, strict=True)):
+            op, mb = action.op, action.mb
+            if op == F:
+                saved, work, _ = self._blocks(action.lo, action.hi, sizes[mb])
+                add((start, saved, _SAVED, i))
+                add((start, work, _WORK, i))
+                add((end, -work, _WORK, i))
+                if (RECV_ACT, mb) in waiting:
+                    add((start, -waiting.pop((RECV_ACT, mb)), _MESSAGES, i))
+                if action.hi == hi < len(self._job.model.blocks):
+                    waiting[SEND_ACT, mb] = nbytes = self._boundary(hi - 1, sizes[mb])
+                    add((end, nbytes, _MESSAGES, i))
+            elif op == B:
+                saved, work, again = self._blocks(action.lo, action.hi, sizes[mb])
+                for change, what in ((work, _WORK), (again, _AGAIN)):
+                    if change:
+                        add((start, change, what, i))
+                        add((end, -change, what, i))
+                add((end, -saved, _SAVED, i))
+                for b in range(action.lo, action.hi):
+                    for u in self._layout.units_of_block[b]:
+                        if u in self._reduced and u not in buffers:
+                            buffers.add(u)
+                            add((start, self._gradient(u), _BUFFERS, i))
+                if (RECV_GRAD, mb) in waiting:
+                    add((end, -waiting.pop((RECV_GRAD, mb)), _MESSAGES, i))
+                if action.lo == lo > 0:
+                    waiting[SEND_GRAD, mb] = nbytes = self._boundary(lo - 1, sizes[mb])
+                    add((end, nbytes, _MESSAGES, i))
+            elif op in (RECV_ACT, RECV_GRAD):
+                waiting[op, mb] = nbytes = self._boundary(lo - 1 if op == RECV_ACT else hi - 1, sizes[mb])
+                add((start, nbytes, _MESSAGES, i))
+            elif op in (SEND_ACT, SEND_GRAD):
+                add((end, -waiting.pop((op, mb), 0), _MESSAGES, i))
+            elif op in (GATHER, RELEASE):
+                nbytes = self._layout.compute_elements(action.lo, self._rank) * self._job.bytes.weight_bytes
+                add((start, nbytes, _GATHERED, i) if op == GATHER else (end, -nbytes, _GATHERED, i))
+            elif op == REDUCE and action.lo in buffers:
+                buffers.remove(action.lo)
+                add((end, -self._gradient(action.lo), _BUFFERS, i))
+            elif op == STEP:
+                nbytes = optimizer_temporary_bytes(self._owned(action.lo), self._job)
+                if nbytes:
+                    add((start, nbytes, _OPTIMIZER, i))
+                    add((end, -nbytes, _OPTIMIZER, i))
+        return found
+
+    def moments(self) -> list[Event]:
+        """A fresh run makes the optimizer's moments in its first step."""
+        return [(self._row.start_ns[i], state_bytes(self._job, 0, 0, self._owned(a.lo)).moments, _MOMENTS, i)
+                for i, a in enumerate(self._row.actions) if a.op == STEP]
