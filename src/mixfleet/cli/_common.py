@@ -10,11 +10,10 @@ import click
 from mixfleet.errors import InputError
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from mixfleet.cluster import Cluster
     from mixfleet.job import Job
     from mixfleet.plan import Plan
+    from mixfleet.report.views import View
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 
@@ -28,10 +27,10 @@ def out_option(*names: str, help: str) -> Any:
     return click.option(*names, type=click.Path(dir_okay=False, path_type=Path), help=help)
 
 
-def emit(view: RenderableType) -> None:
+def emit(*views: View) -> None:
     from mixfleet.report import terminal
 
-    terminal.show(view)
+    terminal.show(*views)
 
 
 def emit_json(data: Any) -> None:

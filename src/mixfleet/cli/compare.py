@@ -22,7 +22,7 @@ def compare(predicted: Path, measured: Path | None, html: Path | None, as_json: 
 
     Give two trace files, or the folder of a run that `mixfleet train --trace` wrote: it holds both.
     """
-    from mixfleet.report import chrome, terminal
+    from mixfleet.report import chrome, views
     from mixfleet.trace import compare as compare_traces
 
     if measured is None:
@@ -34,10 +34,12 @@ def compare(predicted: Path, measured: Path | None, html: Path | None, as_json: 
     if html:
         from mixfleet.report import html as page
 
-        page.write(html, page.compared(ours, theirs, result))
+        names = theirs.meta.get("device_names", {})
+        page.write(html, page.render(f"{predicted.name} against {measured.name}", traces=[("predicted", ours), ("measured", theirs)],
+                                     views=[views.comparison(result, names), views.trace(ours), views.trace(theirs)]))
         progress(f"wrote {html}")
     if as_json:
         emit_json({"step": {**result.step._asdict(), "error": result.step.error},
                    "rows": [{**row._asdict(), "error": row.error} for row in result.rows]})
     else:
-        emit(terminal.comparison(result, theirs.meta.get("device_names", {})))
+        emit(views.comparison(result, theirs.meta.get("device_names", {})))

@@ -5,7 +5,7 @@ The terminal and the HTML page both print these views, so that they never tell d
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,6 +23,7 @@ from mixfleet.trace import (
 from mixfleet.units import show_bytes, show_count, show_flops, show_rate, show_seconds
 
 if TYPE_CHECKING:
+    from mixfleet.catalog.instances import Instance
     from mixfleet.cluster import Cluster, Device, Node
     from mixfleet.job import Job
     from mixfleet.model import Model
@@ -140,7 +141,24 @@ def device(this: Device) -> View:
         ("source", this.source)])
 
 
+def instances(known: Mapping[str, Instance]) -> View:
+    """Machine shapes."""
+    return View("instances", tables=[Table(
+        ["instance", "devices", ">network", ">price per hour", "source"],
+        [[name, f"{shape.size} x {shape.device}", f"{shape.nic_gbps:g} Gb/s",
+          "" if shape.price_per_hour is None else f"{shape.price_per_hour:.2f}", shape.source]
+         for name, shape in known.items()])])
+
+
 # What we train
+
+
+def models(known: Mapping[str, Model]) -> View:
+    """Well-known models."""
+    return View("models", tables=[Table(
+        ["model", "family", ">parameters", ">layers", ">hidden", ">longest sequence"],
+        [[name, m.family, f"{m.count:,}", str(m.layers), str(m.hidden), f"{m.max_seq_len:,}"]
+         for name, m in known.items()])])
 
 
 def model(this: Model) -> View:
