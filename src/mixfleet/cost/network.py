@@ -152,17 +152,21 @@ def _ring(op: str, group: tuple[int, ...], cluster: Cluster) -> Transfer:
 def _tree(op: str, group: tuple[int, ...], cluster: Cluster) -> Transfer:
     """Chains inside the nodes, two complementary binary trees across them (Sanders, Speck and Traeff, 2009).
 
-    Every rank but few sends and receives the whole buffer once up and once down; the depth is logarithmic.
+    A reduction goes up and its result comes down, so an all-reduce uses both directions; the depth across nodes is
+    logarithmic. With half the buffer in each tree, all nodes move the same.
     """
-    load, passes = _Load(cluster), _PASSES[op]
+    load, reduces = _Load(cluster), op == "all_reduce"
     nodes = _by_node(group, cluster)
     inside = across = 0.0
     for ranks in nodes:
-        inside = max(inside, sum(load.hop(a, b, passes) for a, b in pairwise(ranks)))
+        inside = max(inside, sum(load.hop(a, b, 1.0) for a, b in pairwise(ranks)))
+        for a, b in pairwise(ranks) if reduces else ():
+            load.hop(b, a, 1.0)
     if len(nodes) > 1:
         leaders = [ranks[0] for ranks in nodes]
-        across = max(load.hop(a, b, passes) for a, b in zip(leaders, (*leaders[1:], leaders[0])))
-    return load.transfer(COLLECTIVE_S["gpu"] + passes * (inside + ceil(log2(len(nodes))) * across))
+        part = 2 * (len(nodes) - 1) / len(nodes) if reduces else 1.0
+        across = max(load.hop(a, b, part) for a, b in zip(leaders, (*leaders[1:], leaders[0])))
+    return load.transfer(COLLECTIVE_S["gpu"] + _PASSES[op] * (inside + ceil(log2(len(nodes))) * across))
 
 
 def _hierarchical(op: str, nodes: list[tuple[int, ...]], cluster: Cluster) -> Transfer:
