@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -123,7 +123,7 @@ class Job(Spec, frozen=True, kw_only=True, dict=True):
     @staticmethod
     def load(path: str | Path) -> Job:
         """From a job file; `model` is a well-known name, the path of a config.json relative to it, or a mapping."""
-        from mixfleet.model.families import build
+        from mixfleet.model.families import build, restored
 
         path = Path(path)
         doc = read_spec(path, "job")
@@ -134,7 +134,7 @@ class Job(Spec, frozen=True, kw_only=True, dict=True):
         if isinstance(source, str) and (path.parent / source).is_file():
             source = path.parent / source
         try:
-            doc.data["model"] = build(source)
+            doc.data["model"] = restored(**source) if isinstance(source, dict) and "figures" in source else build(source)
         except InputError as error:
             raise InputError(str(error), where=doc.where(("model",))) from None
         doc.data.setdefault("name", path.stem)
@@ -147,7 +147,17 @@ class Job(Spec, frozen=True, kw_only=True, dict=True):
         """To a job file from which `load` makes an equal job."""
         path = Path(path)
         data = msgspec.to_builtins(self.replace(model=Model(name="", family="", blocks=())))
-        data["model"] = self.model.config
+        data["model"] = _model_data(self.model)
         if self.data.path:
             data["data"]["path"] = os.path.relpath(self.data.path, path.parent)
         write_yaml(path, {FORMAT_KEY: f"job/{VERSIONS['job']}", **data}, header)
+
+
+def _model_data(model: Model) -> str | dict[str, Any]:
+    """What `Job.load` reads as an equal model: a well-known name, or all the figures."""
+    from mixfleet.catalog.models import MODELS
+    from mixfleet.model.families import build
+
+    if model.name in MODELS and build(model.name) == model:
+        return model.name
+    return {"name": model.name, "family": model.family, "figures": model.config}

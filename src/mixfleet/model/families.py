@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from mixfleet.errors import InputError, unknown
 from mixfleet.model.blocks import blocks
 from mixfleet.model.spec import Model
@@ -45,6 +47,15 @@ def build(source: str | os.PathLike[str] | Mapping[str, Any], where: str = "") -
         raise unknown("model", os.fspath(source), MODELS, where=where)
     config = {key: value for key, value in MODELS[name].items() if key != "source"}
     return _from_config(config, name, name)
+
+
+def restored(name: str, family: str, figures: Mapping[str, Any]) -> Model:
+    """The model whose `config` is `figures`, as a job file keeps it. Raises InputError."""
+    try:
+        config = msgspec.convert(figures, TransformerConfig)
+    except msgspec.ValidationError as error:
+        raise InputError(f"figures: {error}") from None
+    return _model(name, family, {field: getattr(config, field) for field in config.__struct_fields__}, "")
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:
@@ -194,7 +205,8 @@ def _qwen3_moe(k: _Keys) -> dict[str, Any]:
         figures["window"] = k.count("sliding_window", 4096)
     step, dense = k.count("decoder_sparse_step", 1), k.get("mlp_only_layers", [])
     return figures | {"experts": Experts(
-        count=k.count("num_experts"), per_token=k.count("num_experts_per_tok"), ffn=k.count("moe_intermediate_size"),
+        count=k.count("num_experts" if "num_experts" in k.values else "num_local_experts"),
+        per_token=k.count("num_experts_per_tok"), ffn=k.count("moe_intermediate_size"),
         dense_layers=tuple(i for i in range(figures["layers"]) if i in dense or (i + 1) % step))}
 
 
