@@ -30,7 +30,7 @@ def test_state_follows_the_types_of_the_job(small):
 
 
 def test_zero_2_keeps_what_the_corrected_formula_says(small):
-    """DeepSpeed issue 5099: 2 P for the weights, and a share of all else; of its gradients we keep the fp32 ones only."""
+    """DeepSpeed issue 5099: 2 P for the weights, and a share of all else; we keep only the fp32 gradients."""
     p, n = 8000, 4
     state = memory.state_bytes(job(small), p, p // n, p // n)
     assert state.total == 2 * p + (4 + 4 + 8) * p // n
