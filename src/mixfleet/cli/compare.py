@@ -29,7 +29,7 @@ def compare(predicted: Path, measured: Path | None, html: Path | None, as_json: 
         if not predicted.is_dir():
             raise InputError("give the measured trace too, or the folder of a run", where=str(predicted))
         predicted, measured = predicted / PREDICTED, predicted / MEASURED
-    ours, theirs = chrome.read(predicted), chrome.read(measured)
+    ours, theirs = chrome.read_trace(predicted), chrome.read_trace(measured)
     result = compare_traces(ours, theirs)
     if html:
         from mixfleet.report import html as page

@@ -72,7 +72,7 @@ def _json_file(path: Path) -> tuple[View, Any]:
     except ValueError as error:
         raise InputError(f"not valid JSON: {error}", where=str(path)) from None
     if isinstance(data, dict) and "traceEvents" in data:
-        trace = chrome.read(path)
+        trace = chrome.read_trace(path)
         return views.trace(trace), trace
     model = build(path)
     return views.model(model), _summary(model)

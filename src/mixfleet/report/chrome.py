@@ -57,7 +57,7 @@ def dumps(trace: Trace) -> str:
     return f'{{"traceEvents":[\n{lines}\n],\n"displayTimeUnit":"ms","otherData":{json.dumps(trace.meta)}}}\n'
 
 
-def write(trace: Trace, path: str | Path) -> None:
+def write_trace(trace: Trace, path: str | Path) -> None:
     """Write the trace file; a reader sees it whole or not at all."""
     write_text(path, dumps(trace))
 
@@ -94,7 +94,7 @@ def loads(text: str | bytes, where: str = "trace") -> Trace:
     return Trace(spans=tuple(spans), memory=tuple(memory), meta=file.otherData)
 
 
-def read(path: str | Path) -> Trace:
+def read_trace(path: str | Path) -> Trace:
     """Read a trace file. Raises InputError where it is no trace."""
     try:
         data = Path(path).read_bytes()
