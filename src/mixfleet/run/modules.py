@@ -21,17 +21,18 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mixfleet.errors import InputError
-from mixfleet.model.spec import Block, Model, Param
+from mixfleet.model.spec import Model, Param
 from mixfleet.model.transformer import TransformerConfig
 from mixfleet.plan import Recompute
 from mixfleet.run.tensor import ALONE, TensorGroup, cross_entropy, gather_sequence, scatter_sequence, wide
 
-FAMILIES = ("decoder", "gpt2", "llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("decoder", "gpt2", "gpt_neox", "llama", "mistral", "opt", "qwen2", "qwen3")
 """Families that can be trained; every other one can be predicted and planned."""
 
 _FIGURES = frozenset(("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "max_seq_len"))
 _SUPPORTED = frozenset(("norm", "norm_eps", "activation", "position", "rope_theta", "tied", "attention_bias",
-                        "output_bias", "mlp_bias", "qk_norm", "window"))
+                        "output_bias", "mlp_bias", "qk_norm", "window", "full_attention_layers", "parallel",
+                        "rotary_fraction", "position_offset"))
 _INIT_STD = 0.02
 _CHUNK = 2**18
 """Elements of initial values that are drawn at a time, each chunk from its own counter."""
@@ -54,12 +55,13 @@ def build_blocks(model: Model, indices: Iterable[int], group: TensorGroup = ALON
     last = len(model.blocks) - 1
     built: list[nn.Module] = []
     for i in indices:
+        figures = config.replace(window=0) if i - 1 in config.full_attention_layers else config
         kind = Embedding if i == 0 else Head if i == last else Layer
-        block = kind(config, group, attention, selective=recompute == "selective")
+        block = kind(figures, group, attention, selective=recompute == "selective")
         for param in model.blocks[i].params:
             value = torch.empty(_slice_shape(param, group), dtype=dtype, device=device)
             if initialize:
-                value.copy_(_initial_slice(model, model.blocks[i], param, seed, group))
+                value.copy_(_initial_slice(model, seed, param.tied or f"{model.blocks[i].name}/{param.name}", group))
             _attach(block, param.name, nn.Parameter(value, requires_grad=param.trainable))
         built.append(block)
     return built
@@ -78,26 +80,32 @@ def trainable_config(model: Model) -> TransformerConfig:
     return config
 
 
-def initial_values(model: Model, block: Block, param: Param, seed: int, lo: int, hi: int) -> Tensor:
-    """Elements [lo, hi) of a parameter's initial value, fp32, in canonical flat order (split dimension first).
+def initial_values(model: Model, seed: int, key: str, lo: int, hi: int) -> Tensor:
+    """Elements [lo, hi) of the first value of tensor `key` (`block.name/param.name`), fp32, split dimension first.
 
-    They depend on the seed and the owner's name only, not on rank or plan: normal with standard deviation 0.02,
-    divided by sqrt(2 * layers) in the projections that end a residual branch (Radford et al., 2019); norms 1, biases 0.
+    They depend on the seed and the key only, not on rank or plan: normal with standard deviation 0.02, divided by
+    sqrt(2 * layers) in the projections that end a residual branch (Radford et al., 2019); norms 1, biases 0.
     """
-    owner, _, name = (param.tied or f"{block.name}/{param.name}").partition("/")
+    name, param = key.partition("/")[2], _param(model, key)
     if name.endswith(".bias"):
         return torch.zeros(hi - lo)
     if param.role == "norm":
         return torch.ones(hi - lo)
     std = _INIT_STD / (2 * model.layers) ** 0.5 if name in ("attention.o.weight", "mlp.down.weight") else _INIT_STD
-    key = int.from_bytes(hashlib.blake2b(f"{seed}/{owner}/{name}".encode(), digest_size=16).digest(), "little")
+    philox = int.from_bytes(hashlib.blake2b(f"{seed}/{key}".encode(), digest_size=16).digest(), "little")
     values = np.empty(hi - lo, np.float32)
     for chunk in range(lo // _CHUNK, -(-hi // _CHUNK)):
-        first, end = max(lo, chunk * _CHUNK), min(hi, (chunk + 1) * _CHUNK)
-        draw = np.random.Generator(np.random.Philox(key=key, counter=[0, 0, chunk, 0]))
-        drawn = draw.standard_normal(min(_CHUNK, param.count - chunk * _CHUNK), np.float32)
-        values[first - lo:end - lo] = drawn[first - chunk * _CHUNK:end - chunk * _CHUNK] * np.float32(std)
+        start = chunk * _CHUNK
+        first, end = max(lo, start), min(hi, start + _CHUNK)
+        draw = np.random.Generator(np.random.Philox(key=philox, counter=[0, 0, chunk, 0]))
+        drawn = draw.standard_normal(min(_CHUNK, param.count - start), np.float32)
+        values[first - lo:end - lo] = drawn[first - start:end - start] * np.float32(std)
     return torch.from_numpy(values)
+
+
+def _param(model: Model, key: str) -> Param:
+    block, _, name = key.partition("/")
+    return next(p for b in model.blocks if b.name == block for p in b.params if p.name == name)
 
 
 def _slice_shape(param: Param, group: TensorGroup) -> tuple[int, ...]:
@@ -105,13 +113,13 @@ def _slice_shape(param: Param, group: TensorGroup) -> tuple[int, ...]:
     return tuple(cut.stop - cut.start if d == param.split else n for d, n in enumerate(param.shape))
 
 
-def _initial_slice(model: Model, block: Block, param: Param, seed: int, group: TensorGroup) -> Tensor:
+def _initial_slice(model: Model, seed: int, key: str, group: TensorGroup) -> Tensor:
+    param = _param(model, key)
     if param.split is None:
-        return initial_values(model, block, param, seed, 0, param.count).view(param.shape)
+        return initial_values(model, seed, key, 0, param.count).view(param.shape)
     cut, row = group.slice_of(param.shape[param.split]), param.count // param.shape[param.split]
-    flat = initial_values(model, block, param, seed, cut.start * row, cut.stop * row)
     rest = [n for d, n in enumerate(param.shape) if d != param.split]
-    return flat.view(-1, *rest).movedim(0, param.split)
+    return initial_values(model, seed, key, cut.start * row, cut.stop * row).view(-1, *rest).movedim(0, param.split)
 
 
 def _attach(module: nn.Module, name: str, value: nn.Parameter) -> None:
@@ -143,10 +151,16 @@ class _Block(nn.Module):
         """Column-cut: the outputs of this rank. [b, s, h] -> [b, s, n/t]."""
         return F.linear(x, params[f"{name}.weight"], params.get(f"{name}.bias"))
 
-    def merge(self, x: Tensor, name: str, params: dict[str, Tensor]) -> Tensor:
-        """Row-cut: the sum over ranks, sequence-sharded. [b, s, n/t] -> [b, s/t, h]."""
-        merged, bias = scatter_sequence(F.linear(x, params[f"{name}.weight"]), self.group), params.get(f"{name}.bias")
-        return merged if bias is None else merged + bias
+    def gathered(self, x: Tensor, norm: str, params: dict[str, Tensor]) -> Tensor:
+        """Normalized, whole sequence: [b, s/t, h] -> [b, s, h]."""
+        return gather_sequence(self.normalize(x, norm, params), self.group)
+
+    def merge(self, partial: Tensor, params: dict[str, Tensor], *projections: str) -> Tensor:
+        """The sum over ranks and the biases of the row-cut projections that gave it: [b, s, h] -> [b, s/t, h]."""
+        x = scatter_sequence(partial, self.group)
+        for bias in (params.get(f"{name}.bias") for name in projections):
+            x = x if bias is None else x + bias
+        return x
 
 
 class Embedding(_Block):
@@ -164,34 +178,39 @@ class Embedding(_Block):
             x = x.masked_fill(~mine.unsqueeze(-1), 0)
         x = scatter_sequence(x, self.group)
         if self.config.position == "learned":
-            x = x + params["positions.weight"][self.group.slice_of(sequence)]
+            x = x + params["positions.weight"][self.config.position_offset:][self.group.slice_of(sequence)]
         return x
 
 
 class Layer(_Block):
-    """One pre-norm transformer layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+    """One pre-norm transformer layer: x + attention(norm(x)), then x + mlp(norm(x)); or both of the same x, summed."""
 
     def forward(self, x: Tensor) -> Tensor:
         params = self.params()
-        x = x + self.attend(gather_sequence(self.normalize(x, "norm1", params), self.group), params)
-        return x + self.feed_forward(gather_sequence(self.normalize(x, "norm2", params), self.group), params)
+        attended = self.attend(self.gathered(x, "norm1", params), params)
+        if self.config.parallel:
+            both = attended + self.feed_forward(self.gathered(x, "norm2", params), params)
+            return x + self.merge(both, params, "attention.o", "mlp.down")
+        x = x + self.merge(attended, params, "attention.o")
+        return x + self.merge(self.feed_forward(self.gathered(x, "norm2", params), params), params, "mlp.down")
 
     def attend(self, x: Tensor, params: dict[str, Tensor]) -> Tensor:
-        head = self.config.head_dim
+        """[b, s, h] -> this rank's part of the output projection's sum, [b, s, h]."""
+        head, eps = self.config.head_dim, self.config.norm_eps
         q, k, v = (self.project(x, f"attention.{name}", params).view(*x.shape[:2], -1, head) for name in "qkv")
         if self.config.qk_norm:
-            eps = self.config.norm_eps
             q = F.rms_norm(q, (head,), params["attention.q_norm.weight"], eps)
             k = F.rms_norm(k, (head,), params["attention.k_norm.weight"], eps)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if self.config.position == "rotary":
-            angles = _rotation(x.shape[1], head, self.config.rope_theta, x.dtype, x.device)
+            rotated = int(head * self.config.rotary_fraction)
+            angles = _rotation(x.shape[1], rotated, self.config.rope_theta, x.dtype, x.device)
             q, k = _rotate(q, *angles), _rotate(k, *angles)
         if self.selective:
             mixed: Tensor = checkpoint(self.core, q, k, v, use_reentrant=False, preserve_rng_state=False)
         else:
             mixed = self.core(q, k, v)
-        return self.merge(mixed.transpose(1, 2).flatten(2), "attention.o", params)
+        return F.linear(mixed.transpose(1, 2).flatten(2), params["attention.o.weight"])
 
     def core(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal attention, [b, heads/t, s, head_dim] for q and [b, kv_heads/t, s, head_dim] for k and v."""
@@ -209,13 +228,10 @@ class Layer(_Block):
         return weights @ v
 
     def feed_forward(self, x: Tensor, params: dict[str, Tensor]) -> Tensor:
-        up, activation = self.project(x, "mlp.up", params), self.config.activation
-        if self.config.gated:
-            gate = self.project(x, "mlp.gate", params)
-            inner = _ACTIVATIONS[activation](gate) * up
-        else:
-            inner = _ACTIVATIONS[activation](up)
-        return self.merge(inner, "mlp.down", params)
+        """[b, s, h] -> this rank's part of the down projection's sum, [b, s, h]."""
+        activation, up = _ACTIVATIONS[self.config.activation], self.project(x, "mlp.up", params)
+        inner = activation(self.project(x, "mlp.gate", params)) * up if self.config.gated else activation(up)
+        return F.linear(inner, params["mlp.down.weight"])
 
 
 class Head(_Block):
@@ -224,7 +240,7 @@ class Head(_Block):
     def logits(self, x: Tensor) -> Tensor:
         """x [b, s/t, h] -> [b, s, vocab/t]."""
         params = self.params()
-        return self.project(gather_sequence(self.normalize(x, "norm", params), self.group), "lm", params)
+        return self.project(self.gathered(x, "norm", params), "lm", params)
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
         return cross_entropy(self.logits(x), targets, self.config.vocab, self.group)
@@ -248,8 +264,11 @@ def _rotation(sequence: int, head: int, theta: float, dtype: torch.dtype, device
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, -1)
-    return x * cos + torch.cat((-second, first), -1) * sin
+    """Rotates the first dimensions of each head, as many as `cos` has."""
+    turned, rest = x[..., :cos.shape[-1]], x[..., cos.shape[-1]:]
+    first, second = turned.chunk(2, -1)
+    turned = turned * cos + torch.cat((-second, first), -1) * sin
+    return torch.cat((turned, rest), -1) if rest.shape[-1] else turned
 
 
 @lru_cache(maxsize=8)
