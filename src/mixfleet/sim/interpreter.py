@@ -13,6 +13,7 @@ from mixfleet.cluster import Cluster
 from mixfleet.cost.kernels import block_cost, optimizer_s
 from mixfleet.cost.network import collective
 from mixfleet.job import Job
+from mixfleet.model.spec import Block, TensorComm
 from mixfleet.plan import Plan, Stage
 from mixfleet.program.action import (
     GATHER,
@@ -44,8 +45,8 @@ NORM_BYTES = 16
 _SENDER = {SEND_ACT: (SEND_ACT, 0), RECV_ACT: (SEND_ACT, -1), SEND_GRAD: (SEND_GRAD, 0), RECV_GRAD: (SEND_GRAD, 1)}
 """From a point-to-point action to the kind of the transfer and the stage that sends, relative to its own."""
 CATEGORY = {SEND_ACT: "send", SEND_GRAD: "send", RECV_ACT: "recv", RECV_GRAD: "recv", GATHER: "gather",
-            PUBLISH: "gather", REDUCE: "reduce", SYNC: "reduce", NORM: "reduce"}
-"""Of the actions that communicate."""
+            PUBLISH: "gather", REDUCE: "reduce", SYNC: "reduce", NORM: "optimizer"}
+"""Of the actions that communicate. The norm counts as part of the optimizer step, as where it is measured."""
 
 
 class Part(NamedTuple):
@@ -241,6 +242,7 @@ class _Pricing:
         self._device = [self._number(d) for d in cluster.devices]
         self._known: dict[tuple[object, ...], tuple[Part, ...]] = {}
         self._groups: dict[tuple[object, ...], int] = {}
+        self._talk: dict[tuple[int, str, int, str], float] = {}
         self._neighbours: dict[tuple[int, int, int], list[int]] = {}
         for e, entity in enumerate(self._entities):
             for node in {cluster.node_of[r] for r in entity.ranks}:
@@ -282,22 +284,24 @@ class _Pricing:
             key = (len(ranks), self._number(node.link), tuple(self._device[r] for r in ranks), len(self._rivals(e)))
         return self._groups.setdefault(key, e)
 
-    def _tensor_s(self, e: int, block_index: int, micro_batch: int, phase: str) -> float:
+    def _tensor_s(self, e: int, block: Block, micro_batch: int, phase: str) -> float:
         """Seconds of a block's collectives in the tensor group, all groups of the same role in its nodes at once."""
-        entity, job = self._entities[e], self._job
-        seconds = 0.0
-        for comm in job.model.blocks[block_index].tensor_comm:
-            if comm.phase != phase:
-                continue
-            nbytes = round(comm.size.at(micro_batch, job.seq_len, len(entity.ranks))
-                           * (comm.bytes_per_element or job.bytes.compute_bytes))
-            own = collective(comm.op, nbytes, entity.ranks, self._cluster)
-            passing: dict[str, float] = {}
-            for rival in self._rivals(e):
-                for port, _, n in collective(comm.op, nbytes, self._entities[rival].ranks, self._cluster).demands:
-                    passing[port] = passing.get(port, 0.0) + n
-            seconds += own.latency_s + max((passing[p] / capacity for p, capacity, _ in own.demands), default=0.0)
-        return seconds
+        key = (self._group(e), block.kind, micro_batch, phase)
+        if key not in self._talk:
+            self._talk[key] = sum(self._collective_s(e, comm, micro_batch)
+                                  for comm in block.tensor_comm if comm.phase == phase)
+        return self._talk[key]
+
+    def _collective_s(self, e: int, comm: TensorComm, micro_batch: int) -> float:
+        ranks, job = self._entities[e].ranks, self._job
+        nbytes = round(comm.size.at(micro_batch, job.seq_len, len(ranks))
+                       * (comm.bytes_per_element or job.bytes.compute_bytes))
+        own = collective(comm.op, nbytes, ranks, self._cluster)
+        passing: dict[str, float] = {}
+        for rival in self._rivals(e):
+            for port, _, n in collective(comm.op, nbytes, self._entities[rival].ranks, self._cluster).demands:
+                passing[port] = passing.get(port, 0.0) + n
+        return own.latency_s + max((passing[p] / capacity for p, capacity, _ in own.demands), default=0.0)
 
     def parts(self, e: int, action: Action, micro_batch: int) -> tuple[Part, ...]:
         """What a compute action is made of, in order."""
@@ -325,9 +329,9 @@ class _Pricing:
             recompute += max(c.recompute_s for c in costs)
             if len(ranks) > 1:
                 if action.op == F or stage.recompute == "full":
-                    tensor += self._tensor_s(e, i, micro_batch, "forward")
+                    tensor += self._tensor_s(e, job.model.blocks[i], micro_batch, "forward")
                 if action.op == B:
-                    tensor += self._tensor_s(e, i, micro_batch, "backward")
+                    tensor += self._tensor_s(e, job.model.blocks[i], micro_batch, "backward")
         if action.op == F:
             return [("forward", forward), ("tensor", tensor)]
         return [("recompute", recompute), ("backward", backward), ("tensor", tensor)]

@@ -1,0 +1,314 @@
+"""What a plan will do: the answer to "how long, how much memory, how much money", from one simulated step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from mixfleet import trace as tr
+from mixfleet.cluster import Cluster, Device
+from mixfleet.cost.kernels import compute_dtype
+from mixfleet.cost.memory import attention_note
+from mixfleet.cost.money import price_per_million_tokens, step_energy_j, step_price
+from mixfleet.errors import InputError
+from mixfleet.job import Job
+from mixfleet.plan import Plan, why_not
+from mixfleet.program.action import Action, B, F, Program, stream_of
+from mixfleet.program.layout import Layout
+from mixfleet.program.lower import lower
+from mixfleet.sim.interpreter import CATEGORY, Played, Row, play
+from mixfleet.sim.memory import Memory, Peak, follow
+from mixfleet.sim.sent import Sent, bytes_sent
+from mixfleet.spec import Spec
+from mixfleet.trace import MemoryMark, Span, Trace
+from mixfleet.units import NS_PER_S, show_bytes
+
+SENT_LIMIT = 64
+"""Ranks up to which a prediction counts the bytes that each of them sends without being asked."""
+
+
+class DeviceUse(Spec, frozen=True, kw_only=True):
+    """What one device does and holds. Bytes are those taken from the device, allocator and framework included."""
+
+    rank: int
+    device: str
+    node: str
+    pipeline: int
+    stage: int
+    replica: int
+    """Number among all data-parallel replicas."""
+    busy: float
+    """Fraction of the step in which it computes."""
+    capacity_bytes: int
+    peak_bytes: int
+    """The larger of the two peaks below; what must fit."""
+    fresh_bytes: int
+    """Peak of the first step of a fresh run, in which the optimizer makes its state."""
+    resumed_bytes: int
+    """Peak of every later step, and of a resumed run from the start."""
+    phase: str
+    """What begins when the peak begins: `backward of micro-batch 0, blocks 3 to 7`."""
+    peak_s: float
+    """Seconds into the step at which it begins."""
+    breakdown: dict[str, int]
+    """Bytes at the peak, by what holds them."""
+
+    @property
+    def lacks_bytes(self) -> int:
+        """Bytes by which the peak is above the capacity; 0 if it fits."""
+        return max(0, self.peak_bytes - self.capacity_bytes)
+
+    @property
+    def fits(self) -> bool:
+        return not self.lacks_bytes
+
+
+class Share(Spec, frozen=True, kw_only=True):
+    """A part of the chain of work and transfers that sets the length of the step."""
+
+    category: str
+    where: str
+    """A stage, or the port that is tightest on the way: `lab0:nic:out`."""
+    fraction: float
+
+
+class Prediction(Spec, frozen=True, kw_only=True):
+    """One optimizer step of a plan in steady state, from its first action to its last."""
+
+    step_s: float
+    tokens_per_s: float
+    samples_per_s: float
+    mfu: float
+    """FLOPs of forward and backward, without recomputation and with attention as the full square, over the time and
+    the sum of the dense peaks of all devices in use, each at the type that it computes in."""
+    hfu: float
+    """The same with recomputation counted."""
+    bubble: float
+    """Share of all devices' time in which they neither compute nor communicate."""
+    exposed_s: dict[str, float]
+    """Seconds per step in which a device communicates and computes nothing, by category; the mean over devices."""
+    devices: tuple[DeviceUse, ...]
+    fits: bool
+    reasons: tuple[str, ...]
+    """Why it does not fit: which devices lack how much, when, and what would help."""
+    bound: str
+    """What limits the step, in one sentence."""
+    critical: tuple[Share, ...]
+    """The chain that sets the step's length, by what it is spent on; largest first."""
+    cost_per_step: float | None
+    cost_per_million_tokens: float | None
+    """In the currency of the cluster's prices; None if a device has no price."""
+    energy_j: float | None
+    """Joules per step at rated power, an upper bound; None if a device has no rating."""
+    sent_bytes: dict[str, Sent] | None
+    """Payload bytes that each rank sends in a step, by category; None for large plans unless asked for."""
+    trace: Trace | None = None
+
+    @property
+    def peak(self) -> DeviceUse:
+        """The device that is fullest for its size."""
+        return max(self.devices, key=lambda d: d.peak_bytes / d.capacity_bytes)
+
+
+def simulate(program: Program, plan: Plan, job: Job, cluster: Cluster, *, fold: bool = True) -> Trace:
+    """One step of `program`, which `lower` made of `plan`. Equal devices share a row unless `fold` is off."""
+    layout = Layout(plan, job.model)
+    played = play(program, plan, job, cluster, layout, fold=fold)
+    memories = {(r, rank): follow(row, rank, plan, job, cluster, layout)
+                for r, row in enumerate(played.rows) for rank in _kinds(row, cluster).values()}
+    return _trace(played, memories, plan, job, cluster)
+
+
+def predict(plan: Plan, job: Job, cluster: Cluster, *, trace: bool = False,
+            sent: bool | None = None) -> Prediction:
+    """Predicts one step. `trace` adds the simulated trace, `sent` the bytes that each rank sends (None: in small plans).
+
+    Memory that does not suffice is an answer (`fits`, `reasons`). A plan that is impossible raises InputError.
+    """
+    reason = why_not(plan, job, cluster)
+    if reason:
+        raise InputError(reason, where=f"plan {plan.name}" if plan.name else "")
+    sent = len(plan.ranks) <= SENT_LIMIT if sent is None else sent
+    layout = Layout(plan, job.model)
+    program = lower(plan, job.model, layout)
+    played = play(program, plan, job, cluster, layout)
+    memories = {(r, rank): follow(row, rank, plan, job, cluster, layout)
+                for r, row in enumerate(played.rows) for rank in _kinds(row, cluster).values()}
+    record = _trace(played, memories if trace else {}, plan, job, cluster)
+    step_s = played.end_ns / NS_PER_S
+    devices = _devices(played, memories, cluster, tr.utilization(record))
+    used = [cluster.devices[rank] for rank in plan.ranks]
+    mfu, hfu = tr.flop_utilization(record)
+    exposed = tr.mean_exposed(record)
+    critical = _critical(played)
+    return Prediction(
+        step_s=step_s, tokens_per_s=job.tokens_per_step / step_s, samples_per_s=job.global_batch / step_s,
+        mfu=mfu, hfu=hfu, bubble=tr.bubble(record), exposed_s=exposed, devices=devices,
+        fits=all(d.fits for d in devices), reasons=tuple(_reasons(devices, plan, job, cluster)),
+        bound=_bound(critical, devices), critical=critical, cost_per_step=step_price(used, step_s),
+        cost_per_million_tokens=price_per_million_tokens(used, step_s, job.tokens_per_step),
+        energy_j=step_energy_j(used, step_s),
+        sent_bytes=bytes_sent(program, plan, job, layout) if sent else None,
+        trace=record if trace else None)
+
+
+def flops_per_step(job: Job, plan: Plan) -> tuple[float, float]:
+    """FLOPs of one step over all devices: of the model, and with what the plan recomputes."""
+    known: dict[str, tuple[float, float, float]] = job.__dict__.setdefault("_flops", {})
+    for block in job.model.blocks:
+        if block.kind not in known:
+            forward = [(op.kind, op.flops.at(1, job.seq_len)) for op in block.ops]
+            backward = sum(op.backward_flops.at(1, job.seq_len) for op in block.ops)
+            known[block.kind] = (sum(n for _, n in forward), backward,
+                                 sum(n for kind, n in forward if kind == "attention"))
+    model = job.global_batch * sum(sum(known[b.kind][:2]) for b in job.model.blocks)
+    again = 0.0
+    for pipeline in plan.pipelines:
+        for stage in pipeline.stages:
+            if stage.recompute != "none":
+                part = 0 if stage.recompute == "full" else 2
+                again += pipeline.samples * pipeline.replicas * sum(
+                    known[b.kind][part] for b in job.model.blocks[slice(*stage.blocks)])
+    return model, model + again
+
+
+def _kinds(row: Row, cluster: Cluster) -> dict[Device, int]:
+    """One rank for each kind of device in the row: the last, whose slices are the largest."""
+    return {cluster.devices[rank]: rank for rank in row.entity.ranks}
+
+
+def _trace(played: Played, memories: dict[tuple[int, int], Memory], plan: Plan, job: Job, cluster: Cluster) -> Trace:
+    spans: list[Span] = []
+    marks: list[MemoryMark] = []
+    names: dict[str, str] = {}
+    counts: dict[str, int] = {}
+    row_of: dict[str, int] = {}
+    for r, row in enumerate(played.rows):
+        device = row.entity.ranks[0]
+        for action, parts, start, end in zip(row.actions, row.parts, row.start_ns, row.end_ns, strict=True):
+            if parts:
+                for part in parts:
+                    spans.append(Span(device, "compute", str(action), part.category, start, start + part.ns))
+                    start += part.ns
+            elif end > start:
+                spans.append(Span(device, stream_of(action)[0], str(action), CATEGORY[action.op], start, end))
+        for (index, rank), memory in memories.items():
+            if index == r and rank == next(iter(_kinds(row, cluster).values())):
+                marks += [MemoryMark(device, *mark) for mark in memory.marks]
+        names[str(device)] = cluster.devices[device].name
+        counts[str(device)] = sum(len(m.ranks) for m in row.members)
+        row_of |= {str(rank): device for m in row.members for rank in m.ranks}
+    model, hardware = flops_per_step(job, plan)
+    return Trace(spans=tuple(spans), memory=tuple(marks), meta={
+        "kind": "predicted", "steps_ns": [[0, played.end_ns]], "device_names": names, "multiplicity": counts,
+        "row_of": row_of, "tokens_per_step": job.tokens_per_step, "model_flops_per_step": model,
+        "hardware_flops_per_step": hardware, "peak_flops": sum(
+            d.flops[compute_dtype(d, job.precision)] * d.share for d in (cluster.devices[r] for r in plan.ranks))})
+
+
+def _phase(action: Action | None) -> str:
+    """An action in words."""
+    if action is None:
+        return "the whole step"
+    blocks = f"block {action.lo}" if action.hi <= action.lo + 1 else f"blocks {action.lo} to {action.hi - 1}"
+    if action.op in (F, B):
+        return f"{'forward' if action.op == F else 'backward'} of micro-batch {action.mb}, {blocks}"
+    what = {"RA": "receiving activations", "RG": "receiving gradients", "G": "gathering weights",
+            "S": "the optimizer step", "R": "reducing gradients"}.get(action.op, str(action))
+    return f"{what}, {blocks}"
+
+
+def _devices(played: Played, memories: dict[tuple[int, int], Memory], cluster: Cluster,
+             busy: dict[int, float]) -> tuple[DeviceUse, ...]:
+    found = []
+    for r, row in enumerate(played.rows):
+        answers = {device: memories[r, rank] for device, rank in _kinds(row, cluster).items()}
+        used = {device: _use(memory.resumed, memory.fresh) for device, memory in answers.items()}
+        for member in row.members:
+            for rank in member.ranks:
+                device = cluster.devices[rank]
+                found.append(DeviceUse(
+                    rank=rank, device=device.name, node=cluster.nodes[cluster.node_of[rank]].name,
+                    pipeline=member.pipeline, stage=member.stage, replica=member.replica,
+                    busy=busy.get(row.entity.ranks[0], 0.0), capacity_bytes=device.memory_bytes,
+                    fresh_bytes=answers[device].fresh.total_bytes, resumed_bytes=answers[device].resumed.total_bytes,
+                    peak_bytes=used[device].total_bytes, phase=_phase(used[device].action),
+                    peak_s=used[device].time_ns / NS_PER_S, breakdown=used[device].breakdown))
+    return tuple(sorted(found, key=lambda d: d.rank))
+
+
+def _use(resumed: Peak, fresh: Peak) -> Peak:
+    return fresh if fresh.total_bytes > resumed.total_bytes else resumed
+
+
+def _critical(played: Played) -> tuple[Share, ...]:
+    spent: dict[tuple[str, str], int] = {}
+    for category, where, ns in played.critical:
+        spent[category, where] = spent.get((category, where), 0) + ns
+    whole = sum(spent.values())
+    return tuple(Share(category=c, where=w, fraction=ns / whole)
+                 for (c, w), ns in sorted(spent.items(), key=lambda item: (-item[1], item[0])) if ns)
+
+
+def _bound(critical: tuple[Share, ...], devices: tuple[DeviceUse, ...]) -> str:
+    """The largest part of the critical chain, computing of one stage taken together; memory if that does not fit."""
+    short = [d for d in devices if not d.fits]
+    if short:
+        worst = max(short, key=lambda d: d.lacks_bytes)
+        return f"memory of {worst.device} (rank {worst.rank}): it lacks {show_bytes(worst.lacks_bytes)}"
+    groups: dict[tuple[str, str], float] = {}
+    for share in critical:
+        what = "compute" if share.category in tr.COMPUTE else share.category
+        groups[what, share.where] = groups.get((what, share.where), 0.0) + share.fraction
+    if not groups:
+        return "nothing"
+    (what, where), fraction = max(groups.items(), key=lambda item: item[1])
+    names = {"compute": f"computing of {where}", "tensor": f"tensor-parallel communication of {where}",
+             "send": f"sends through {where}", "recv": f"sends through {where}",
+             "gather": f"gathering weights through {where}", "reduce": f"reducing gradients through {where}"}
+    return f"{names[what]} ({fraction:.0%} of the chain that sets the step's length)"
+
+
+def _reasons(devices: tuple[DeviceUse, ...], plan: Plan, job: Job, cluster: Cluster) -> Iterable[str]:
+    """One sentence per stage and kind of device that lacks memory, worst first."""
+    groups: dict[tuple[int, int, str], list[DeviceUse]] = {}
+    for use in devices:
+        if not use.fits:
+            groups.setdefault((use.pipeline, use.stage, use.device), []).append(use)
+    for (p, s, name), uses in sorted(groups.items(), key=lambda item: -max(u.lacks_bytes for u in item[1])):
+        worst = max(uses, key=lambda u: u.lacks_bytes)
+        largest = sorted(worst.breakdown.items(), key=lambda item: -item[1])[:3]
+        yield (f"{name} (rank {worst.rank}{f' and {len(uses) - 1} more' if len(uses) > 1 else ''}; pipeline {p} "
+               f"stage {s}) lacks {show_bytes(worst.lacks_bytes)} in {worst.phase}: it needs "
+               f"{show_bytes(worst.peak_bytes)} of {show_bytes(worst.capacity_bytes)}, mostly "
+               f"{', '.join(f'{what} {show_bytes(n)}' for what, n in largest)}. "
+               + _advice(worst, plan, job, cluster.devices[worst.rank]))
+
+
+def _advice(use: DeviceUse, plan: Plan, job: Job, device: Device) -> str:
+    """What would help most, by what is held at the peak."""
+    pipeline, held = plan.pipelines[use.pipeline], use.breakdown
+    stage = pipeline.stages[use.stage]
+    moving = held.get("activations", 0) + held.get("recomputed", 0) + held.get("workspace", 0)
+    state = sum(held.get(k, 0) for k in ("weights", "gradients", "master", "moments"))
+    tips = []
+    if moving > state:
+        if stage.recompute != "full":
+            tips.append(f"recompute {'selective or full' if stage.recompute == 'none' else 'full'}")
+        if pipeline.micro_batch > 1:
+            tips.append(f"a micro-batch below {pipeline.micro_batch}")
+        if stage.size > 1 and len(pipeline.stages) > 1:
+            tips.append(f"fewer than {stage.size} blocks here")
+    else:
+        replicas = len(plan.replicas)
+        degree = min(plan.sharding.optimizer, plan.sharding.gradients, plan.sharding.weights)
+        if replicas > 1 and degree < replicas:
+            tips.append(f"sharding over up to {replicas} replicas (now weights {plan.sharding.weights}, gradients "
+                        f"{plan.sharding.gradients}, optimizer {plan.sharding.optimizer})")
+        elif replicas == 1:
+            tips.append("more stages or tensor parallelism (with one replica there is nothing to shard)")
+        if stage.size > 1 and len(pipeline.stages) > 1:
+            tips.append(f"fewer than {stage.size} blocks here")
+    note = attention_note(job.model.blocks[slice(*stage.blocks)], pipeline.micro_batch, stage.tensor, device, job,
+                          recompute=stage.recompute)
+    advice = f"Try {' or '.join(tips)}." if tips else "Try more devices for this stage."
+    return f"{advice} ({note} per micro-batch)" if note else advice
