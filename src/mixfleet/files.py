@@ -21,6 +21,9 @@ from mixfleet.errors import InputError, unknown
 FORMAT_KEY = "mixfleet"
 VERSIONS = {"cluster": 1, "job": 1, "plan": 1}
 
+_FLOW_WIDTH = 110
+"""Longest list or mapping, without quotes, that is written on one line."""
+
 Keys = tuple[str | int, ...]
 T = TypeVar("T")
 _STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]|\[\.\.\.\]")
@@ -218,7 +221,7 @@ def _styled(data: Any) -> Any:
         tree = CommentedSeq(map(_styled, data))
     else:
         return data
-    if len(str(data)) <= 96 and _depth(data) <= 2:
+    if len(str(data).replace("'", "")) <= _FLOW_WIDTH and _depth(data) <= 2:
         tree.fa.set_flow_style()
     else:
         tree.fa.set_block_style()

@@ -134,7 +134,10 @@ class Job(Spec, frozen=True, kw_only=True, dict=True):
         if isinstance(source, str) and (path.parent / source).is_file():
             source = path.parent / source
         try:
-            doc.data["model"] = restored(**source) if isinstance(source, dict) and "figures" in source else build(source)
+            if isinstance(source, dict) and source.keys() == {"name", "family", "figures"}:
+                doc.data["model"] = restored(**source)
+            else:
+                doc.data["model"] = build(source)
         except InputError as error:
             raise InputError(str(error), where=doc.where(("model",))) from None
         doc.data.setdefault("name", path.stem)

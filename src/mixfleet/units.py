@@ -20,7 +20,8 @@ _PREFIX = {"": 1, "K": KB, "k": KB, "M": MB, "G": GB, "T": TB, "P": 10**15,
 _NUMBER = re.compile(r"\s*([+-]?(?:\d[\d_]*(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?)\s*(.*?)\s*$")
 _BYTES = re.compile(r"(Ki|Mi|Gi|Ti|[KkMGTP])?(B|b|bit|bits)?$")
 _FLOPS = re.compile(r"([KkMGTP])?FLOP(?:/s|S|s)?$")
-_TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9, "min": 60.0, "h": 3600.0}
+_SECONDS = {"": 1, "s": 1, "min": 60, "h": 3600}
+_PER_SECOND = {"ms": 10**3, "us": 10**6, "µs": 10**6, "ns": 10**9}
 
 
 def _split(value: str | int | float, what: str) -> tuple[float, str]:
@@ -61,9 +62,11 @@ def parse_rate(value: str | int | float, what: str = "bandwidth") -> float:
 def parse_seconds(value: str | int | float, what: str = "time") -> float:
     """`5 us`, `30 ms`, or plain seconds."""
     number, unit = _split(value, what)
-    if unit and unit not in _TIMES:
+    if unit in _PER_SECOND:
+        return number / _PER_SECOND[unit]
+    if unit not in _SECONDS:
         raise InputError(f"{what} is {value!r}; write a time, as in '5 us' or '30 ms'")
-    return number * _TIMES[unit or "s"]
+    return number * _SECONDS[unit]
 
 
 def parse_flops(value: str | int | float, what: str = "rate") -> float:
@@ -129,6 +132,7 @@ def text_flops(value: float) -> str:
 
 
 def _exact(value: float, parse: Callable[[str], float], units: dict[str, float]) -> str:
-    """The shortest text in one of `units` that parses to `value`, best without an exponent; else the plain number."""
-    texts = [f"{value / size:.{digits}g} {unit}" for unit, size in units.items() for digits in (12, 17)]
-    return min((t for t in texts if parse(t) == value), key=lambda t: ("e" in t, len(t)), default=repr(value))
+    """Text in one of `units` that parses to exactly `value`, the one that reads best; else the plain number."""
+    texts = [(value / size, f"{value / size:.{digits}g} {unit}") for unit, size in units.items() for digits in (12, 17)]
+    fits = [("e" in text, not 1 <= number < 1000, len(text), text) for number, text in texts if parse(text) == value]
+    return min(fits)[-1] if fits else repr(value)

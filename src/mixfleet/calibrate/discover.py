@@ -16,7 +16,7 @@ from mixfleet.catalog.devices import PCIE_BPS_PER_LANE, names
 from mixfleet.cluster import Cluster, Device, Node, device_named
 from mixfleet.cluster_file import LOOPBACK, link_between
 from mixfleet.errors import InputError
-from mixfleet.units import MB, MiB
+from mixfleet.units import MiB
 
 _DRIVER_NAMES = {
     "A100 80GB PCIe": "A100-PCIe-80GB", "A100-PCIE-80GB": "A100-PCIe-80GB", "H100 80GB HBM3": "H100-SXM",
@@ -62,7 +62,6 @@ def discover(ranks: Sequence[Cores] | None = None, *, measure: bool = True) -> C
     each = memory // len(ranks) // MiB * MiB
     devices = tuple(_cpu(r, 1 / max(users[c] for c in r), each, measured[i] if measured else {})
                     for i, r in enumerate(ranks))
-    link = link.replace(latency_s=_digits(link.latency_s), bandwidth_Bps=_digits(link.bandwidth_Bps / MB) * MB)
     node = Node(name=host, devices=devices, link=link, nic=link.replace(name="nic"), host_memory_bytes=memory)
     return Cluster(name=host, nodes=(node,))
 

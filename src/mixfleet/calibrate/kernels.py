@@ -100,7 +100,7 @@ def profile_job(job: Job, cluster: Cluster, *, micro_batches: Sequence[int] = ()
     devices = tuple(_measured(d, alike[_without_cores(d)], job) for d in node.devices)
     pinned = len(devices) > 1 and all(d.kind == "cpu" for d in devices)
     link = measure_loopback([d.cores for d in devices]) if pinned else node.link
-    measured: Node = node.replace(devices=devices, link=link)
+    measured: Node = node.replace(devices=devices, link=link, nic=link.replace(name="nic"))
     return cluster.replace(nodes=(measured,))
 
 
@@ -191,16 +191,11 @@ def _block_times(job: Job, index: int, module: nn.Module, size: int, device: Any
 def _optimizer_times(job: Job, device: Any) -> Times:
     import torch
 
-    weights = torch.zeros(_OPTIMIZER_ELEMENTS, device=device, requires_grad=True)
-    weights.grad = torch.full_like(weights, 1e-3)
-    o = job.optimizer
-    optimizer: torch.optim.Optimizer
-    if o.name == "adamw":
-        optimizer = torch.optim.AdamW([weights], lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay,
-                                      fused=True)
-    else:
-        optimizer = torch.optim.SGD([weights], lr=o.lr, momentum=o.momentum, weight_decay=o.weight_decay, fused=True)
-    return _alternating([optimizer.step], device)[0]
+    from mixfleet.run.optim import FlatOptimizer, Run
+
+    value, gradient = (torch.full((_OPTIMIZER_ELEMENTS,), 1e-3, device=device) for _ in range(2))
+    optimizer = FlatOptimizer(job.optimizer, [Run(0, _OPTIMIZER_ELEMENTS, True)], [value])
+    return _alternating([partial(optimizer.step, [value], [gradient], 1.0, job.optimizer.lr)], device)[0]
 
 
 def _alternating(parts: Sequence[Callable[[], Any]], device: Any) -> list[Times]:

@@ -31,8 +31,8 @@ def loopback_of(rounds: list[list[list[float]]]) -> Link:
     """
     n = len(rounds)
     small, large = (quantiles(map(max, zip(*(ranks[i] for ranks in rounds))), n=4)[0] for i in (0, 1))
-    return Link(name="loopback", latency_s=max(small - COLLECTIVE_S["cpu"], 1e-6),
-                bandwidth_Bps=(n - 1) * _LARGE / max(large - small, 1e-9))
+    latency, rate = max(small - COLLECTIVE_S["cpu"], 1e-6), (n - 1) * _LARGE / max(large - small, 1e-9)
+    return Link(name="loopback", latency_s=float(f"{latency:.3g}"), bandwidth_Bps=float(f"{rate:.3g}"))
 
 
 def exchange() -> list[list[float]]:
