@@ -43,14 +43,10 @@ def blocks(c: TransformerConfig) -> Iterator[Block]:
 def _block(name: str, role: str, c: TransformerConfig, part: Part, *, boundary: Size, workspace: Size | None = None,
            temporaries: Size | None = None, unfused_temporaries: Size | None = None) -> Block:
     """A block of the part; its kind is a name for its content, so equal blocks of different models are of one kind."""
-    local = sum(p.count for p in part.params if p.split is None and p.role == "norm")
-    comms = part.comms
-    if local:  # each rank has seen its own tokens or heads only
-        comms += (TensorComm(op="all_reduce", phase="backward", size=Size.of(local)),)
-    content = msgspec.json.encode((part.params, part.ops, part.saved, comms))
+    content = msgspec.json.encode((part.params, part.ops, part.saved, part.comms))
     return Block(name=name, kind=f"{role}@{sha256(content).hexdigest()[:8]}", params=part.params, ops=part.ops,
                  saved=part.saved, boundary=boundary, workspace=workspace or Size(), temporaries=temporaries or Size(),
-                 unfused_temporaries=unfused_temporaries or Size(), tensor_comm=comms)
+                 unfused_temporaries=unfused_temporaries or Size(), tensor_comm=part.comms)
 
 
 def _embedding(c: TransformerConfig) -> Part:
@@ -61,15 +57,14 @@ def _embedding(c: TransformerConfig) -> Part:
     lookup = Op(name="tokens", kind="embedding", shape={"rows": ROWS, "cols": Size.of(width)}, flops=Size(),
                 backward_flops=Size(), traffic=2 * out, backward_traffic=2 * out + Size.of(tokens.count) / T)
     part = Part(params=(tokens,), ops=(lookup,)) + keep("tokens", ROWS, "full", 8)
-    tables = (("positions", c.max_seq_len + c.position_offset if c.position == "learned" else 0),
-              ("segments", c.segments))
-    for name, rows in tables:
-        if rows:
-            table = Param(name=f"{name}.weight", shape=(rows, c.hidden), role="embedding")
-            part += Part(params=(table,)) + elementwise(name, ROWS, c.hidden, (3, 1))
     part += scatter(width)
     if c.embedding_dim:
         part += keep("project.input", SHARD * width) + linear("project", SHARD, width, c.hidden)
+    positions = c.max_seq_len + c.position_offset if c.position == "learned" else 0
+    for name, rows in (("positions", positions), ("segments", c.segments)):
+        if rows:
+            table = Param(name=f"{name}.weight", shape=(rows, c.hidden), role="embedding")
+            part += Part(params=(table,)) + elementwise(name, SHARD, c.hidden, (3, 1))
     if c.embedding_norm:
         part += keep("norm.input", SHARD * c.hidden) + norm("norm", SHARD, c.hidden, c.norm)
     return part

@@ -139,8 +139,13 @@ def core(heads: int, kv_heads: int, qk_dim: int, v_dim: int, window: int, *, cau
             backward_traffic=2 * read_write + B * S * local * v_dim, causal=causal, window=window,
             shape={"batch": B, "heads": local, "kv_heads": local_kv, "q": S, "kv": S, "qk_dim": Size.of(qk_dim),
                    "v_dim": Size.of(v_dim)})
+    eager = [Saved(name="attention.probabilities", size=scores, until="none", unfused_only=True),
+             Saved(name="attention.mask", size=S * S, until="none", bytes_per_element=1, unfused_only=True)]
+    if heads != kv_heads:  # the products need every query head's own copy
+        eager.append(Saved(name="attention.repeated_kv", size=B * S * (heads - kv_heads) * (qk_dim + v_dim) / T,
+                           until="none", unfused_only=True))
     return Part(ops=(op,), saved=(
-        Saved(name="attention.probabilities", size=scores, until="none", unfused_only=True),
+        *eager,
         Saved(name="attention.logsumexp", size=B * local * S, until="none", bytes_per_element=4),
         Saved(name="attention.out", size=B * local * S * v_dim)))
 
