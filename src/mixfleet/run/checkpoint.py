@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mixfleet.errors import InputError
+from mixfleet.files import write_text
 from mixfleet.model.spec import Model
 from mixfleet.spec import Spec
 
@@ -160,26 +161,21 @@ def _commit(directory: Path, index: Index) -> None:
                              where=str(directory))
     content = msgspec.json.encode(index)
     signed = _Signed(sha256=hashlib.sha256(content).hexdigest(), index=msgspec.Raw(content))
-    _replace(directory / "index.json", msgspec.json.encode(signed))
-    _replace(directory.parent / "latest", f"{directory.name}\n".encode())
+    _replace(directory / "index.json", msgspec.json.encode(signed).decode())
+    _replace(directory.parent / "latest", f"{directory.name}\n")
     for path in directory.glob("rank-*.safetensors"):
         if path.name not in used:
             path.unlink()
 
 
-def _replace(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
-    with _removed_on_failure(temporary):
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    entry = os.open(path.parent, os.O_RDONLY)
+def _replace(path: Path, text: str) -> None:
+    """Write a file in one step, and the directory's entry for it to the disk."""
+    write_text(path, text)
+    directory = os.open(path.parent, os.O_RDONLY)
     try:
-        os.fsync(entry)
+        os.fsync(directory)
     finally:
-        os.close(entry)
+        os.close(directory)
 
 
 def _prune(root: Path, step: int, keep: int) -> None:
