@@ -21,7 +21,7 @@ from mixfleet.errors import InputError, unknown
 FORMAT_KEY = "mixfleet"
 VERSIONS = {"cluster": 1, "job": 1, "plan": 1}
 
-_FLOW_WIDTH = 110
+_FLOW_WIDTH = 120
 """Longest list or mapping, without quotes, that is written on one line."""
 
 Keys = tuple[str | int, ...]
@@ -100,7 +100,7 @@ def write_yaml(path: str | Path, data: dict[str, Any], header: str = "") -> None
 
     path = Path(path)
     yaml = YAML()
-    yaml.width = 120
+    yaml.width = 2 * _FLOW_WIDTH
     yaml.indent(mapping=2, sequence=4, offset=2)
     tree = _styled(data)
     if path.exists() and path.stat().st_size:

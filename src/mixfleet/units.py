@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from decimal import Decimal
 
 from mixfleet.errors import InputError
 
@@ -20,8 +21,7 @@ _PREFIX = {"": 1, "K": KB, "k": KB, "M": MB, "G": GB, "T": TB, "P": 10**15,
 _NUMBER = re.compile(r"\s*([+-]?(?:\d[\d_]*(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?)\s*(.*?)\s*$")
 _BYTES = re.compile(r"(Ki|Mi|Gi|Ti|[KkMGTP])?(B|b|bit|bits)?$")
 _FLOPS = re.compile(r"([KkMGTP])?FLOP(?:/s|S|s)?$")
-_SECONDS = {"": 1, "s": 1, "min": 60, "h": 3600}
-_PER_SECOND = {"ms": 10**3, "us": 10**6, "µs": 10**6, "ns": 10**9}
+_SECONDS = {"": "1", "s": "1", "ms": "1e-3", "us": "1e-6", "µs": "1e-6", "ns": "1e-9", "min": "60", "h": "3600"}
 
 
 def _split(value: str | int | float, what: str) -> tuple[float, str]:
@@ -37,13 +37,18 @@ def _split(value: str | int | float, what: str) -> tuple[float, str]:
     return float(match[1].replace("_", "")), match[2]
 
 
+def _times(number: float, factor: int | str) -> float:
+    """The float nearest to the decimal product, so that `20.71 ms` is 0.02071 to the last bit."""
+    return float(Decimal(repr(number)) * Decimal(factor))
+
+
 def parse_bytes(value: str | int | float, what: str = "size") -> int:
     """`80 GB`, `24 GiB`, or plain bytes."""
     number, unit = _split(value, what)
     match = _BYTES.match(unit)
     if not match or (match[2] or "B") != "B":
         raise InputError(f"{what} is {value!r}; write bytes, as in '80 GB' or '24 GiB'")
-    return round(number * _PREFIX[match[1] or ""])
+    return round(_times(number, _PREFIX[match[1] or ""]))
 
 
 def parse_rate(value: str | int | float, what: str = "bandwidth") -> float:
@@ -56,17 +61,15 @@ def parse_rate(value: str | int | float, what: str = "bandwidth") -> float:
     match = _BYTES.match(unit[:-2]) if unit.endswith("/s") else None
     if not match or match[2] is None:
         raise InputError(f"{what} is {value!r}; write a rate, as in '25 Gb/s' or '300 GB/s'")
-    return number * _PREFIX[match[1] or ""] / (1 if match[2] == "B" else 8)
+    return _times(number, _PREFIX[match[1] or ""]) / (1 if match[2] == "B" else 8)
 
 
 def parse_seconds(value: str | int | float, what: str = "time") -> float:
     """`5 us`, `30 ms`, or plain seconds."""
     number, unit = _split(value, what)
-    if unit in _PER_SECOND:
-        return number / _PER_SECOND[unit]
     if unit not in _SECONDS:
         raise InputError(f"{what} is {value!r}; write a time, as in '5 us' or '30 ms'")
-    return number * _SECONDS[unit]
+    return _times(number, _SECONDS[unit])
 
 
 def parse_flops(value: str | int | float, what: str = "rate") -> float:
@@ -75,7 +78,7 @@ def parse_flops(value: str | int | float, what: str = "rate") -> float:
     match = _FLOPS.match(unit) if unit else None
     if unit and not match:
         raise InputError(f"{what} is {value!r}; write a rate, as in '312 TFLOP/s'")
-    return number * _PREFIX[match[1] or ""] if match else number
+    return _times(number, _PREFIX[match[1] or ""]) if match else number
 
 
 def _scaled(value: float, steps: tuple[tuple[float, str], ...]) -> str:
