@@ -242,6 +242,7 @@ class _Pricing:
         self._device = [self._number(d) for d in cluster.devices]
         self._known: dict[tuple[object, ...], tuple[Part, ...]] = {}
         self._groups: dict[tuple[object, ...], int] = {}
+        self._group_of: dict[int, int] = {}
         self._talk: dict[tuple[int, str, int, str], float] = {}
         self._neighbours: dict[tuple[int, int, int], list[int]] = {}
         for e, entity in enumerate(self._entities):
@@ -274,15 +275,21 @@ class _Pricing:
 
     def _group(self, e: int) -> int:
         """Groups of one number have equally fast tensor-parallel communication."""
-        ranks = self._entities[e].ranks
-        if len(ranks) == 1:
-            return -1
-        nodes = {self._cluster.node_of[r] for r in ranks}
-        key: tuple[object, ...] = (e,)
-        if len(nodes) == 1:
-            node = self._cluster.nodes[nodes.pop()]
-            key = (len(ranks), self._number(node.link), tuple(self._device[r] for r in ranks), len(self._rivals(e)))
-        return self._groups.setdefault(key, e)
+        if e not in self._group_of:
+            ranks = self._entities[e].ranks
+            nodes = {self._cluster.node_of[r] for r in ranks}
+            key: tuple[object, ...] = ()
+            if len(ranks) > 1 and len(nodes) == 1:
+                node = self._cluster.nodes[nodes.pop()]
+                key = (self._number(node.link), tuple(self._device[r] for r in ranks), len(self._rivals(e)))
+            elif len(ranks) > 1:  # what it takes tells them apart
+                lo, hi = self._stage(e).blocks
+                micro_batch = self._plan.pipelines[self._entities[e].pipeline].micro_batch
+                comms = {b.kind: b.tensor_comm for b in self._job.model.blocks[lo:hi]}
+                key = tuple(round(self._collective_s(e, comm, micro_batch) * NS_PER_S)
+                            for kind in comms for comm in comms[kind])
+            self._group_of[e] = self._groups.setdefault((self._entities[e].pipeline, self._entities[e].stage, key), e)
+        return self._group_of[e]
 
     def _tensor_s(self, e: int, block: Block, micro_batch: int, phase: str) -> float:
         """Seconds of a block's collectives in the tensor group, all groups of the same role in its nodes at once."""

@@ -120,7 +120,7 @@ def simulate(program: Program, plan: Plan, job: Job, cluster: Cluster, *, fold: 
 
 def predict(plan: Plan, job: Job, cluster: Cluster, *, trace: bool = False,
             sent: bool | None = None) -> Prediction:
-    """Predicts one step. `trace` adds the simulated trace, `sent` the bytes that each rank sends (None: in small plans).
+    """Predicts one step. `trace` adds the simulated trace, `sent` the bytes each rank sends (None: in small plans).
 
     Memory that does not suffice is an answer (`fits`, `reasons`). A plan that is impossible raises InputError.
     """
