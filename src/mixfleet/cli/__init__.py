@@ -1,7 +1,7 @@
 """The command line: thin verbs over the Python API.
 
 Results go to standard output, progress and errors to standard error. Exit codes: 0 done, 1 does not fit or the run
-failed, 2 bad input, 130 interrupted. The command modules import nothing but click until they run, so that `--help` is quick.
+failed, 2 bad input, 130 interrupted. The command modules import nothing but click until they run: `--help` is quick.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ def _version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
-@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_version, help="Print the version.")
+@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_version, help="Print it.")
 def cli() -> None:
     """Predict, plan and run deep-learning training on mixed accelerators.
 
     \b
-    mixfleet discover -o here.yaml            describe this machine
+    mixfleet discover -o here.yaml                  describe this machine
     mixfleet plan job.yaml here.yaml -o plan.yaml   find the best plan, and say why
-    mixfleet predict plan.yaml                step time, memory and cost of any plan
-    mixfleet train plan.yaml --out run        train by it
-    mixfleet compare run                      where was the prediction wrong?
+    mixfleet predict plan.yaml                      step time, memory and cost of any plan
+    mixfleet train plan.yaml --out run --trace      train by it
+    mixfleet compare run                            where was the prediction wrong?
     """
 
 
@@ -85,5 +85,5 @@ def _fail(message: str, code: int) -> int:
 def _bug(error: Exception) -> int:
     if os.environ.get("MIXFLEET_DEBUG") == "1":
         raise error
-    return _fail(f"unexpected {type(error).__name__}: {error}\nThis is a fault of mixfleet, not yours. Please report it "
-                 "with the command and its files; MIXFLEET_DEBUG=1 shows the traceback.", 1)
+    return _fail(f"unexpected {type(error).__name__}: {error}\nThis is a fault of mixfleet, not yours. Please report "
+                 "it with the command and its files; MIXFLEET_DEBUG=1 shows the traceback.", 1)

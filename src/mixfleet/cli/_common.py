@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -15,16 +16,16 @@ if TYPE_CHECKING:
     from mixfleet.plan import Plan
     from mixfleet.report.views import View
 
+F = TypeVar("F", bound=Callable[..., Any])
+EXISTING = click.Path(exists=True, path_type=Path)
+"""click itself says that a file is missing, and exits with 2."""
+WRITABLE = click.Path(dir_okay=False, path_type=Path)
+
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+html_option = click.option("--html", type=WRITABLE, help="Write a report as one self-contained HTML file.")
+job_option = click.option("--job", type=EXISTING, help="Job file, instead of the one that the plan names.")
+cluster_option = click.option("--cluster", type=EXISTING, help="Cluster file, instead of the one that the plan names.")
 
-
-def file_argument(name: str, **settings: Any) -> Any:
-    """A file that must exist: click itself says so otherwise, and exits with 2."""
-    return click.argument(name, type=click.Path(exists=True, path_type=Path), **settings)
-
-
-def out_option(*names: str, help: str) -> Any:
-    return click.option(*names, type=click.Path(dir_okay=False, path_type=Path), help=help)
 
 
 def emit(*views: View) -> None:

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import click
 
-from mixfleet.cli._common import emit, emit_json, file_argument, json_option, out_option, progress
+from mixfleet.cli._common import EXISTING, emit, emit_json, html_option, json_option, progress
 from mixfleet.errors import InputError
 
 PREDICTED, MEASURED = "predicted.json", "measured.json"
 
 
 @click.command()
-@file_argument("predicted")
-@file_argument("measured", required=False)
-@out_option("--html", help="Write the comparison as one self-contained HTML file.")
+@click.argument("predicted", type=EXISTING)
+@click.argument("measured", type=EXISTING, required=False)
+@html_option
 @json_option
 def compare(predicted: Path, measured: Path | None, html: Path | None, as_json: bool) -> None:
     """Set a measured trace against the predicted one, by device and category.
@@ -31,15 +31,16 @@ def compare(predicted: Path, measured: Path | None, html: Path | None, as_json: 
         predicted, measured = predicted / PREDICTED, predicted / MEASURED
     ours, theirs = chrome.read_trace(predicted), chrome.read_trace(measured)
     result = compare_traces(ours, theirs)
+    view = views.comparison(result, theirs.meta.get("device_names", {}))
     if html:
         from mixfleet.report import html as page
 
-        names = theirs.meta.get("device_names", {})
-        page.write(html, page.render(f"{predicted.name} against {measured.name}", traces=[("predicted", ours), ("measured", theirs)],
-                                     views=[views.comparison(result, names), views.trace(ours), views.trace(theirs)]))
+        page.write(html, page.render("Predicted against measured", f"{predicted}, {measured}",
+                                     traces=[("predicted", ours), ("measured", theirs)],
+                                     sections=[view, views.trace(ours), views.trace(theirs)]))
         progress(f"wrote {html}")
     if as_json:
         emit_json({"step": {**result.step._asdict(), "error": result.step.error},
                    "rows": [{**row._asdict(), "error": row.error} for row in result.rows]})
     else:
-        emit(views.comparison(result, theirs.meta.get("device_names", {})))
+        emit(view)

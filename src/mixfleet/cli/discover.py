@@ -6,16 +6,16 @@ from pathlib import Path
 
 import click
 
-from mixfleet.cli._common import emit, emit_json, json_option, out_option, progress
+from mixfleet.cli._common import EXISTING, WRITABLE, emit, emit_json, json_option, progress
 from mixfleet.errors import InputError
 
 
 @click.command()
-@out_option("-o", "--output", help="Write the cluster file.")
+@click.option("-o", "--output", type=WRITABLE, help="Write the cluster file.")
 @click.option("--ranks", help="Cores of each process: '0 1 1' is three processes, the last two sharing core 1; "
                               "'0,1 2,3' gives two cores each.")
 @click.option("--measure/--no-measure", default=True, help="Measure the cores and the link between them (needs torch).")
-@click.option("--profile", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="JOB",
+@click.option("--profile", type=EXISTING, metavar="JOB",
               help="Also measure what the blocks of this job take on each device.")
 @json_option
 def discover(output: Path | None, ranks: str | None, measure: bool, profile: Path | None, as_json: bool) -> None:

@@ -7,17 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from mixfleet.files import write_text
-from mixfleet.report import timeline
+from mixfleet.report import timeline, views
 from mixfleet.report.views import View
-from mixfleet.trace import Trace
+from mixfleet.trace import Trace, compare
 from mixfleet.units import show_bytes
 
-PARTS = {"weights": "#2f5fa8", "gradients": "#5b8fd6", "master": "#8457b0", "moments": "#b58fd8", "activations": "#3f9e8f",
-         "gathered": "#e08a3c", "workspace": "#d4b13c", "optimizer": "#c2577f", "framework": "#a3a3a3"}
+if TYPE_CHECKING:
+    from mixfleet.cluster import Cluster
+    from mixfleet.plan import Plan
+    from mixfleet.sim.prediction import Prediction
+
+PARTS = {"weights": "#2f5fa8", "gradients": "#5b8fd6", "master": "#8457b0", "moments": "#b58fd8",
+         "activations": "#3f9e8f", "recomputed": "#8cc9be", "messages": "#c2577f", "gathered weights": "#e08a3c",
+         "gradient buffers": "#f0bd8b", "workspace": "#d4b13c", "optimizer temporaries": "#9c7a12",
+         "framework": "#8a8a8a", "allocator": "#c4c4c4"}
 """What holds memory, in the order of the bars, and its colour."""
+TILES = ("step", "tokens/s", "MFU", "fullest device", "bubble", "cost per million tokens")
 
 
 class Bar(NamedTuple):
@@ -30,7 +38,7 @@ class Bar(NamedTuple):
 
 def render(title: str, subtitle: str = "", *, tiles: Sequence[tuple[str, str]] = (), lines: Sequence[str] = (),
            traces: Sequence[tuple[str, Trace]] = (), bars: Sequence[Bar] = (), capacity: dict[int, int] | None = None,
-           views: Sequence[View] = ()) -> str:
+           sections: Sequence[View] = ()) -> str:
     """The page. `tiles` are headline figures (name, value), `lines` plain sentences, `traces` are drawn to one scale;
     `capacity` is bytes per row of a trace."""
     from jinja2 import Environment, PackageLoader
@@ -42,8 +50,27 @@ def render(title: str, subtitle: str = "", *, tiles: Sequence[tuple[str, str]] =
                 for name, t in traces]
     used = {what for bar in bars for what in bar.parts}
     return page.get_template("page.html.j2").render(
-        title=title, subtitle=subtitle, tiles=tiles, lines=lines, pictures=pictures, views=views,
+        title=title, subtitle=subtitle, tiles=tiles, lines=lines, pictures=pictures, views=sections,
         memory=[_bar(bar) for bar in bars], memory_key=[(w, c) for w, c in PARTS.items() if w in used])
+
+
+def of_prediction(title: str, plan: Plan, prediction: Prediction, *, cluster: Cluster, more: Sequence[View] = (),
+                  measured: Trace | None = None) -> str:
+    """The page of one plan; `more` views come first, `measured` adds what really happened."""
+    capacity = {use.rank: use.capacity_bytes for use in prediction.devices}
+    traces = [("predicted", prediction.trace)] if prediction.trace else []
+    found: list[View] = []
+    if measured:
+        traces.append(("measured", measured))
+        if prediction.trace:
+            found.append(views.comparison(compare(prediction.trace, measured), measured.meta.get("device_names", {})))
+    bars = [Bar(f"{views.ranges(u.rank for u in group)} {group[0].device}", group[0].breakdown, group[0].capacity_bytes)
+            for group in views.alike(prediction)]
+    tiles = [(name, value) for name, value in views.headline(prediction) if value and name in TILES]
+    return render(title, f"cluster {cluster.name}, {plan.schedule}, {plan.global_batch} samples per step", tiles=tiles,
+                  lines=[f"Bound by {prediction.bound}.", *prediction.reasons], traces=traces, bars=bars,
+                  capacity=capacity,
+                  sections=[*found, *more, views.plan(plan, cluster), views.prediction(prediction, plan)])
 
 
 def write(path: str | Path, page: str) -> None:

@@ -36,7 +36,7 @@ def svg(trace: Trace, *, width: int = 1180, span_ns: int = 0, capacity: dict[int
     rows, hidden = _chosen(trace.devices)
     body: list[str] = []
     top = 46 if title else 26
-    y = top
+    y: float = top
     spans = {d: list(group) for d, group in groupby(sorted(trace.spans), key=lambda s: s.device)}
     names = trace.meta.get("device_names", {})
     for device in rows:
