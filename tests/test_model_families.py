@@ -235,7 +235,7 @@ def test_llama_block_by_hand() -> None:
     assert [(c.op, c.phase, c.size.at(3, 10, 2), c.bytes_per_element) for c in head.tensor_comm] == [
         ("all_gather", "forward", 720, None), ("reduce_scatter", "backward", 720, None),
         ("all_reduce", "forward", 30, 4), ("all_reduce", "forward", 60, 4)]
-    assert head.workspace.at(3, 10, 2) == 30 * 48
+    assert head.workspace.at(3, 10, 2) == 1.5 * 30 * 48
     assert model.tensor_limit == (("attention heads", 6), ("key/value heads", 2))
 
 

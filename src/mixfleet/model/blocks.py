@@ -23,7 +23,7 @@ from mixfleet.model.parts import (
     residual,
     scatter,
 )
-from mixfleet.model.spec import Block, Op, Param, Size, T, TensorComm
+from mixfleet.model.spec import B, Block, Op, Param, S, Size, T, TensorComm
 from mixfleet.model.transformer import TransformerConfig
 
 
@@ -71,6 +71,9 @@ def _embedding(c: TransformerConfig) -> Part:
 
 
 def _layer(c: TransformerConfig, routed: bool, window: int) -> Block:
+    """A layer. Its temporaries are what backward holds beyond all that forward saved: at first the gradients inside the
+    MLP; then those of the scores, when what the MLP had saved is free again.
+    """
     def normed(name: str) -> Part:
         return norm(name, SHARD, c.hidden, c.norm)
 
@@ -108,16 +111,19 @@ def _layer(c: TransformerConfig, routed: bool, window: int) -> Block:
     wide = c.ffn
     if routed and c.experts:
         wide = c.experts.per_token * c.experts.ffn + c.experts.shared_ffn
-    inner = ROWS * wide * (3 if c.gated else 2) / T
-    scores = max((op.shape["batch"] * op.shape["heads"] * op.shape["q"] * op.shape["kv"]
-                  for op in part.ops if op.kind == "attention"), key=lambda size: size.at(1, 1))
+    gradients = ROWS * wide * (2 if c.gated else 1) / T + ROWS * c.hidden
+    scores = next(B * op.shape["heads"] * S * S for op in part.ops if op.kind == "attention")
+    freed = sum((s.size for s in part.saved if s.name.startswith("mlp.")), Size())
     role = "layer" + (".moe" if routed else "") + (".window" if window else "")
-    return _block("", role, c, part, boundary=SHARD * c.hidden, temporaries=inner + 2 * ROWS * c.hidden,
-                  unfused_temporaries=2 * scores)
+    return _block("", role, c, part, boundary=SHARD * c.hidden, temporaries=gradients,
+                  unfused_temporaries=2 * scores + 2 * ROWS * c.hidden + -1 * freed)
 
 
 def _head(c: TransformerConfig) -> Block:
-    """Final norm, logits and loss; each rank has a slice of the vocabulary and keeps its logits."""
+    """Final norm, logits and loss; each rank has a slice of the vocabulary and keeps its logits.
+
+    Backward holds their softmax in fp32 and, where that is another type, their gradient: 6 bytes for each logit.
+    """
     part = keep("input", SHARD * c.hidden, "full")
     if c.final_norm:
         part += norm("norm", SHARD, c.hidden, c.norm)
@@ -144,4 +150,4 @@ def _head(c: TransformerConfig) -> Block:
     part += keep("loss.masks", 2 * ROWS, bytes_per_element=1)
     part += Part(comms=(TensorComm(op="all_reduce", phase="forward", size=ROWS, bytes_per_element=4),
                         TensorComm(op="all_reduce", phase="forward", size=2 * ROWS, bytes_per_element=4)))
-    return _block("head", "head", c, part, boundary=Size(), workspace=local, temporaries=local)
+    return _block("head", "head", c, part, boundary=Size(), workspace=1.5 * local)

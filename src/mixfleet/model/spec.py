@@ -147,12 +147,12 @@ class Block(Spec, frozen=True, kw_only=True, dict=True):
     boundary: Size
     """Elements of the output that go to the next block, per rank (sequence-sharded under tensor parallelism)."""
     workspace: Size = Size()
-    """Elements of the largest fp32 temporary alive during the block (the softmax over the vocabulary in the head)."""
+    """Elements of the temporaries that are fp32 whatever the compute type (the head's softmax over the vocabulary)."""
     workspace_bytes_per_element: int = 4
     temporaries: Size = Size()
-    """Elements, in the compute type, of what is alive besides: gradients inside the MLP, of the logits in the head."""
+    """Elements, in the compute type, that backward holds at its peak beyond all saved ones: gradients in the MLP."""
     unfused_temporaries: Size = Size()
-    """The same for attention where it is not fused; the larger of the two counts."""
+    """The same where attention is not fused and its scores are the peak; the larger of the two counts."""
     tensor_comm: tuple[TensorComm, ...] = ()
 
     @cached_property
