@@ -1,7 +1,6 @@
 """Predictions: memory by phase, fresh and resumed, reasons, bytes sent, and the figures derived from a step."""
 
 import pytest
-from test_sim_interpreter import HIDDEN, block, cluster, device, free_overheads, job, mixed_cluster, mixed_plans, straight
 
 from mixfleet import trace as tr
 from mixfleet.cost import memory as cost_memory
@@ -12,6 +11,7 @@ from mixfleet.plan import Pipeline, Plan, Sharding, Stage
 from mixfleet.program.layout import Layout
 from mixfleet.program.lower import lower
 from mixfleet.sim import predict, simulate
+from sim_toys import HIDDEN, block, cluster, device, free_overheads, job, mixed_cluster, mixed_plans, straight
 
 __all__ = ["free_overheads"]
 INPUT = 16 * HIDDEN * 4

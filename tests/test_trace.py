@@ -9,7 +9,7 @@ S = 10**9
 
 
 def spans(*rows):
-    return tuple(Span(d, stream, name, category, round(a * S), round(b * S)) for d, stream, name, category, a, b in rows)
+    return tuple(Span(*what, round(a * S), round(b * S)) for *what, a, b in rows)
 
 
 @pytest.fixture
