@@ -2,6 +2,7 @@
 
 import pytest
 
+from mixfleet.catalog.efficiency import DEFAULT, EFFICIENCY, SUSTAINED
 from mixfleet.cluster import BlockTime, Device, device_named
 from mixfleet.cost import kernels
 from mixfleet.errors import InputError
@@ -45,12 +46,23 @@ def test_gemm_is_bound_by_compute_or_by_memory():
     assert in_fp32 == pytest.approx(2 * 3000 * 512 * 384 / 0.7e12)
 
 
-def test_efficiency_launches_and_share_scale_the_time():
+def test_efficiency_issue_time_and_share_scale_a_cpu():
     plain, _ = kernels.op_s(gemm(), 3, 1000, 1, FAST, "bf16")
-    slow = FAST.replace(efficiency={**UNIT, "gemm": 0.4}, launch_s=1e-3, share=0.25)
+    slow = FAST.replace(kind="cpu", efficiency={**UNIT, "gemm": 0.4}, launch_s=1e-3, share=0.25)
     forward, backward = kernels.op_s(gemm(), 3, 1000, 1, slow, "bf16")
     assert forward == pytest.approx(plain / 0.4 / 0.25 + 1e-3 / 0.25)
     assert backward == pytest.approx(2 * plain / 0.4 / 0.25 + 2e-3 / 0.25)
+
+
+def test_a_gpu_waits_for_its_host_only_where_its_kernels_are_short():
+    one = job()
+    block = one.model.blocks[1]
+    issued = [sum(kernels.launches(op, True)[way] for op in block.ops) for way in (0, 1)]
+    work = kernels.block_cost(block, 2, 128, 1, FAST, one)
+    small = kernels.block_cost(block, 2, 128, 1, FAST.replace(launch_s=5e-3), one)
+    assert small[:2] == pytest.approx([5e-3 * n for n in issued])
+    large = kernels.block_cost(block, 2, 128, 1, FAST.replace(launch_s=1e-6), one)
+    assert large[:2] == pytest.approx([work[way] + 1e-6 * issued[way] for way in (0, 1)])
 
 
 def test_causal_masks_and_windows_leave_part_of_the_square():
@@ -118,6 +130,8 @@ def test_recompute_repeats_the_forward_or_the_attention_core():
 
 def test_costs_are_remembered_apart_for_devices_of_one_name():
     one = job()
+    assert kernels.efficiency(FAST.replace(efficiency={}), "gemm") == pytest.approx(
+        EFFICIENCY["Ampere"]["gemm"] * SUSTAINED["gpu"])
     twice = FAST.replace(flops={"fp32": 1.4e12, "bf16": 10e12}, memory_Bps=4e11, vector_flops=0.6e12)
     first, second = (kernels.block_cost(one.model.blocks[1], 2, 128, 1, d, one) for d in (FAST, twice))
     assert first.forward_s == pytest.approx(2 * second.forward_s)
@@ -176,8 +190,6 @@ def test_optimizer_step_moves_state_gradient_and_weight():
 
 
 def test_every_catalog_efficiency_is_a_fraction_of_a_known_kind():
-    from mixfleet.catalog.efficiency import DEFAULT, EFFICIENCY
-
     for name, table in EFFICIENCY.items():
         assert set(table) <= set(EFFICIENCY[DEFAULT]), name
         assert all(0 < part <= 1 for part in table.values()), name

@@ -26,8 +26,15 @@ EFFICIENCY: dict[str, dict[str, float]] = {
 }
 """Device name or generation (first word of `Device.arch`) to operator kind to fraction of the roofline."""
 
-LAUNCH_S: dict[str, float] = {"gpu": 5e-6, "cpu": 20e-6}
-"""Seconds per kernel that do not shrink with the work: launch, ramp-up and tail."""
+SUSTAINED: dict[str, float] = {"gpu": 0.87, "cpu": 1.0}
+"""What whole training steps reach of the rates of kernels measured alone: clocks under load, the casts, biases and
+dropout that eager frameworks run besides the operators we count. Chosen with `benchmarks/accuracy.py --scan`."""
+
+LAUNCH_S: dict[str, float] = {"gpu": 15e-6, "cpu": 20e-6}
+"""Seconds of the host per counted kernel; chosen with `SUSTAINED`."""
+
+GAP_S = 2e-6
+"""Seconds between the kernels of a GPU whose host is ahead."""
 
 FUSED_ATTENTION = ("Ampere", "Ada", "Hopper", "Blackwell", "CDNA2", "CDNA3", "CDNA4", "cpu")
 """Generations for which PyTorch ships a flash attention kernel."""

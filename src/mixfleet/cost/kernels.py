@@ -1,14 +1,15 @@
 """Seconds of compute: operators by a roofline with fitted efficiencies, blocks as sums of them, the optimizer step.
 
-An operator takes `max(flops / peak, bytes / bandwidth) / efficiency + launches * launch_s` (Williams, Waterman and
-Patterson, 2009). Measured `BlockTime`s of a device replace all that. See `docs/cost-model.md`.
+An operator takes `max(flops / peak, bytes / bandwidth) / efficiency` (Williams, Waterman and Patterson, 2009) and a
+gap per kernel. A GPU runs behind its host, so a block takes what the slower of the two needs. Measured `BlockTime`s
+of a device replace all that. See `docs/cost-model.md`.
 """
 
 from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from mixfleet.catalog.efficiency import DEFAULT, EFFICIENCY, FUSED_ATTENTION, LAUNCH_S
+from mixfleet.catalog.efficiency import DEFAULT, EFFICIENCY, FUSED_ATTENTION, GAP_S, LAUNCH_S, SUSTAINED
 from mixfleet.cluster import BlockTime, Device
 from mixfleet.errors import InputError
 from mixfleet.job import PRECISIONS, Job
@@ -75,16 +76,31 @@ def fused_attention(device: Device, job: Job) -> bool:
 
 
 def efficiency(device: Device, kind: str) -> float:
-    """Fraction of the roofline that operators of `kind` reach on `device`."""
-    for table in (device.efficiency, EFFICIENCY.get(device.name, {}), EFFICIENCY.get(generation(device), {})):
+    """Fraction of the roofline that operators of `kind` reach on `device` in the middle of training.
+
+    What the device states itself counts as it is; table entries are of kernels measured alone.
+    """
+    if kind in device.efficiency:
+        return device.efficiency[kind]
+    for table in (EFFICIENCY.get(device.name, {}), EFFICIENCY.get(generation(device), {})):
         if kind in table:
-            return table[kind]
-    return EFFICIENCY[DEFAULT][kind]
+            return table[kind] * SUSTAINED[device.kind]
+    return EFFICIENCY[DEFAULT][kind] * SUSTAINED[device.kind]
 
 
 def launch_s(device: Device) -> float:
-    """Seconds that a kernel takes however small it is."""
+    """Seconds that the host needs to issue one operator's kernel."""
     return LAUNCH_S[device.kind] if device.launch_s is None else device.launch_s
+
+
+def _gap_s(device: Device) -> float:
+    """Seconds per kernel on top of its work. On a CPU issuing and computing are one thread's work."""
+    return launch_s(device) if device.kind == "cpu" else min(GAP_S, launch_s(device))
+
+
+def launches(op: Op, fused: bool) -> tuple[int, int]:
+    """Kernels of one operator, forward and backward."""
+    return EAGER_LAUNCHES if op.kind == "attention" and not fused else LAUNCHES[op.kind]
 
 
 def _roofline_s(flops: float, nbytes: float, peak: float, device: Device, kind: str) -> float:
@@ -109,7 +125,6 @@ def op_s(op: Op, b: int, s: int, t: int, device: Device, precision: str, *, fuse
     flops, back_flops = op.flops.at(b, s, t), op.backward_flops.at(b, s, t)
     nbytes, back_bytes = element * op.traffic.at(b, s, t), element * op.backward_traffic.at(b, s, t)
     peak = device.flops[dtype] if op.kind in ("gemm", "attention") else device.vector_flops
-    launches, back_launches = LAUNCHES[op.kind]
     if op.kind == "attention":
         q, kv, heads, batch = (op.shape[name].at(b, s, t) for name in ("q", "kv", "heads", "batch"))
         back_flops = (2.5 if fused else 2.0) * flops
@@ -123,12 +138,12 @@ def op_s(op: Op, b: int, s: int, t: int, device: Device, precision: str, *, fuse
                 _roofline_s(work, moved, peak, device, "gemm")
                 + _roofline_s(0, passes * scores, peak, device, "elementwise")
                 for work, moved, passes in zip((flops, back_flops), (nbytes, back_bytes), EAGER_SCORE_PASSES))
-            launches, back_launches = EAGER_LAUNCHES
     else:
         forward = _roofline_s(flops, nbytes, peak, device, op.kind)
         backward = _roofline_s(back_flops, back_bytes, peak, device, op.kind)
-    launch = launch_s(device) / device.share
-    return (forward + launches * launch, backward + (back_launches * launch if back_flops or back_bytes else 0.0))
+    gap = _gap_s(device) / device.share
+    kernels, back_kernels = launches(op, fused)
+    return forward + kernels * gap, backward + (back_kernels * gap if back_flops or back_bytes else 0.0)
 
 
 def block_cost(block: Block, micro_batch: int, seq_len: int, tensor: int, device: Device, job: Job,
@@ -147,12 +162,16 @@ def block_cost(block: Block, micro_batch: int, seq_len: int, tensor: int, device
 
 def _block_cost(block: Block, micro_batch: int, seq_len: int, tensor: int, device: Device, job: Job,
                 recompute: Recompute) -> BlockCost:
-    forward = backward = core = 0.0
+    forward = backward = core = host = back_host = 0.0
     fused = fused_attention(device, job)
     for op in block.ops:
         f, g = op_s(op, micro_batch, seq_len, tensor, device, job.precision, fused=fused)
         forward, backward = forward + f, backward + g
         core += f if op.kind == "attention" else 0.0
+        kernels, back_kernels = launches(op, fused)
+        host, back_host = host + kernels * launch_s(device), back_host + back_kernels * launch_s(device)
+    if device.kind == "gpu":
+        forward, backward = max(forward, host), max(backward, back_host)
     measured = [m for m in device.block_times if m.block == block.kind and m.seq_len == seq_len
                 and m.precision == job.precision and m.tensor == tensor]
     if measured:
@@ -201,4 +220,4 @@ def optimizer_s(elements: int, device: Device, job: Job, *, implementation: Opti
     sizes = job.bytes
     nbytes = passes * state + sizes.gradient_bytes + (sizes.weight_bytes if sizes.master_bytes else 0)
     return (elements * nbytes / device.memory_Bps / efficiency(device, "optimizer")
-            + kernels * launch_s(device)) / device.share
+            + kernels * _gap_s(device)) / device.share
