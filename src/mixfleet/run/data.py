@@ -143,9 +143,9 @@ class Files:
         if self._total <= seq_len:
             raise InputError(f"holds {self._total} tokens; one sample is {seq_len + 1} (seq_len + 1)", where=where)
         if vocab <= np.iinfo(dtype).max:  # type: ignore[type-var]
-            step = 2**22
-            for lo in range(0, min(self._total, _SCANNED), step):
-                self._tokens(lo, min(lo + step, self._total))
+            step, end = 2**22, min(self._total, _SCANNED)
+            for lo in range(0, end, step):
+                self._tokens(lo, min(lo + step, end))
 
     def __len__(self) -> int:
         return -(-(self._total - 1) // self._seq_len)
