@@ -35,14 +35,14 @@ _STEP = re.compile(r"step-(\d{8,})")
 _TYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 Piece = tuple[str, str, int, int, Tensor]
-"""Kind (`weights`, or a moment of the optimizer), tensor key (`block.name/param.name`), lo, hi, elements [lo, hi)."""
+"""Tensor key (`block.name/param.name`), kind (`weights`, or a moment of the optimizer), lo, hi, elements [lo, hi)."""
 
 
 class Entry(Spec, frozen=True, kw_only=True):
     """A chunk: elements [lo, hi) of `kind` of `tensor`, stored under `name` in `file`."""
 
-    kind: str
     tensor: str
+    kind: str
     lo: int
     hi: int
     file: str
@@ -113,14 +113,14 @@ def save(root: Path, model: Model, state: State, rank: int, pieces: Iterable[Pie
 
 def _write(directory: Path, rank: int, pieces: Iterable[Piece]) -> list[Entry]:
     """One rank's safetensors file, under a name no other save uses; it counts only once an index names it."""
-    chunks = [(kind, tensor, a, b, data[a - lo:b - lo])
-              for kind, tensor, lo, hi, data in pieces for a, b in _cut(lo, hi)]
+    chunks = [(tensor, kind, a, b, data[a - lo:b - lo])
+              for tensor, kind, lo, hi, data in pieces for a, b in _cut(lo, hi)]
     if not chunks:
         return []
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"rank-{rank:05d}-{os.urandom(4).hex()}.safetensors"
     entries = [Entry(tensor=tensor, kind=kind, lo=lo, hi=hi, file=path.name, name=f"{kind}:{tensor}:{lo}", sha256="")
-               for kind, tensor, lo, hi, _ in chunks]
+               for tensor, kind, lo, hi, _ in chunks]
     with _removed_on_failure(path):
         heads = [(entry.name, chunk[4].dtype, tuple(chunk[4].shape)) for entry, chunk in zip(entries, chunks)]
         sums = _write_safetensors(path, heads, (chunk[4] for chunk in chunks))
@@ -220,7 +220,7 @@ class Reader:
             raise InputError(f"lacks {gap}", where=str(found / "index.json"))
         self._entries: dict[tuple[str, str], list[Entry]] = {}
         for entry in sorted(self.index.pieces, key=lambda e: (e.lo, -e.hi)):
-            self._entries.setdefault((entry.kind, entry.tensor), []).append(entry)
+            self._entries.setdefault((entry.tensor, entry.kind), []).append(entry)
         self._chunk = lru_cache(maxsize=1)(self._read_chunk)
         self._file = lru_cache(maxsize=16)(self._open_file)
 
@@ -231,7 +231,7 @@ class Reader:
     @property
     def kinds(self) -> tuple[str, ...]:
         """Kinds of state stored, sorted."""
-        return tuple(sorted({kind for kind, _ in self._entries}))
+        return tuple(sorted({kind for _, kind in self._entries}))
 
     def check(self, model: Model) -> None:
         """InputError if the checkpoint is of another model: it names the first tensors that differ."""
@@ -243,9 +243,9 @@ class Reader:
             more = f"; {len(differ) - 3} more" if len(differ) > 3 else ""
             raise InputError(f"is of model {self.index.model}, not {model.name}: {shown}{more}", where=str(self.path))
 
-    def read(self, kind: str, tensor: str, lo: int, hi: int) -> Tensor:
+    def read(self, tensor: str, kind: str, lo: int, hi: int) -> Tensor:
         """Elements [lo, hi) of a tensor's flat order, 1-D on the CPU, in the stored type."""
-        entries = self._entries.get((kind, tensor))
+        entries = self._entries.get((tensor, kind))
         if entries is None:
             raise InputError(f"holds no {kind} of {tensor}; it holds {', '.join(self.kinds)}", where=str(self.path))
         parts: list[Tensor] = []
@@ -258,12 +258,12 @@ class Reader:
             raise ValueError(f"[{lo}, {hi}) is outside {tensor}")
         return torch.cat(parts) if parts else self._chunk(entries[0])[:0].clone()
 
-    def whole(self, kind: str, tensor: str) -> Tensor:
+    def whole(self, tensor: str, kind: str) -> Tensor:
         """All of a tensor, in its torch shape."""
         found = self.index.tensors[tensor]
         first = found.split or 0
         moved = [found.shape[first], *(n for d, n in enumerate(found.shape) if d != first)]
-        return self.read(kind, tensor, 0, torch.Size(found.shape).numel()).view(moved).movedim(0, first)
+        return self.read(tensor, kind, 0, torch.Size(found.shape).numel()).view(moved).movedim(0, first)
 
     def _read_chunk(self, entry: Entry) -> Tensor:
         path = self.path / entry.file
@@ -290,12 +290,12 @@ def export(path: Path, model: Model, output: Path | None = None) -> Path:
     reader.check(model)
     output = output or reader.path / "weights.safetensors"
     tensors = reader.index.tensors
-    heads = [(key.replace("/", "."), reader.read("weights", key, 0, 0).dtype, found.shape)
+    heads = [(key.replace("/", "."), reader.read(key, "weights", 0, 0).dtype, found.shape)
              for key, found in tensors.items()]
     temporary = output.with_name(f".{output.name}.{os.urandom(4).hex()}")
     try:
         with _removed_on_failure(temporary):
-            _write_safetensors(temporary, heads, (reader.whole("weights", key) for key in tensors))
+            _write_safetensors(temporary, heads, (reader.whole(key, "weights") for key in tensors))
             os.replace(temporary, output)
     except OSError as error:
         raise InputError(f"cannot write it: {error.strerror or error}", where=str(output)) from error
