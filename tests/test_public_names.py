@@ -7,11 +7,11 @@ import pytest
 
 import mixfleet
 
-PUBLIC = """
-Cluster Data Device InputError Job Link Model Node Optimizer Pipeline Plan Prediction Program RunError SearchResult
-Sharding Span Stage Trace build compare device_named discover find lower predict profile_job read_trace train why_not
-write_trace
-""".split()
+PUBLIC = [
+    "Cluster", "Data", "Device", "InputError", "Job", "Link", "Model", "Node", "Optimizer", "Pipeline", "Plan",
+    "Prediction", "Program", "RunError", "SearchResult", "Sharding", "Span", "Stage", "Trace", "build", "compare",
+    "device_named", "discover", "find", "lower", "predict", "profile_job", "read_trace", "train", "why_not",
+    "write_trace"]
 
 
 def test_names_are_exactly_those_listed():

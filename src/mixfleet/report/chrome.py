@@ -1,13 +1,14 @@
 """The trace file: Chrome's trace event format, which Perfetto and chrome://tracing open as it is.
 
 A device is a process, a stream a thread; a span is a complete event (`X`), a memory mark a counter event (`C`), and
-`Trace.meta` stands under `otherData`. Times in the file are microseconds with three decimals, so nanoseconds survive
-the round trip exactly (up to 2**52 ns, 52 days).
+`Trace.meta` stands under `otherData`. Times in the file are microseconds with three decimals, written and read as
+decimals, so that every nanosecond survives the round trip.
 """
 
 from __future__ import annotations
 
 import json
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,8 @@ class _Event(msgspec.Struct):
     cat: str = ""
     pid: int | str = 0
     tid: int | str = 0
-    ts: float = 0.0
-    dur: float = 0.0
+    ts: Decimal = Decimal(0)
+    dur: Decimal = Decimal(0)
     args: dict[str, Any] = {}
 
 
@@ -40,21 +41,32 @@ def dumps(trace: Trace) -> str:
     """The text of the trace file, one event a line."""
     threads = {name: i for i, name in enumerate(dict.fromkeys((*STREAMS, *(s.stream for s in trace.spans))))}
     names = trace.meta.get("device_names", {})
-    events: list[dict[str, Any]] = []
+    events: list[str] = []
     for device in trace.devices:
         copies = trace.multiplicity(device)
         title = f"{device} {names.get(str(device), '')}".strip() + (f" (x {copies})" if copies > 1 else "")
-        events.append({"ph": "M", "name": "process_name", "pid": device, "args": {"name": title}})
-        events.append({"ph": "M", "name": "process_sort_index", "pid": device, "args": {"sort_index": device}})
-        streams = {s.stream for s in trace.spans if s.device == device}
-        events += [{"ph": "M", "name": "thread_name", "pid": device, "tid": tid, "args": {"name": name}}
-                   for name, tid in threads.items() if name in streams]
-    events += [{"ph": "X", "name": s.name, "cat": s.category, "pid": s.device, "tid": threads[s.stream],
-                "ts": s.start_ns / 1000, "dur": s.duration_ns / 1000} for s in trace.spans]
-    events += [{"ph": "C", "name": _MEMORY, "cat": m.what, "pid": m.device, "ts": m.time_ns / 1000,
-                "args": {"bytes": m.total_bytes}} for m in trace.memory]
-    lines = ",\n".join(json.dumps(e, separators=(",", ":")) for e in events)
+        events.append(_line("M", "process_name", device, args={"name": title}))
+        events.append(_line("M", "process_sort_index", device, args={"sort_index": device}))
+    for device, stream in sorted({(s.device, s.stream) for s in trace.spans}, key=lambda x: (x[0], threads[x[1]])):
+        events.append(_line("M", "thread_name", device, threads[stream], args={"name": stream}))
+    for s in trace.spans:
+        events.append(_line("X", s.name, s.device, threads[s.stream], s.category,
+                            f',"ts":{_us(s.start_ns)},"dur":{_us(s.duration_ns)}'))
+    for m in trace.memory:
+        events.append(_line("C", _MEMORY, m.device, 0, m.what, f',"ts":{_us(m.time_ns)}', {"bytes": m.total_bytes}))
+    lines = ",\n".join(events)
     return f'{{"traceEvents":[\n{lines}\n],\n"displayTimeUnit":"ms","otherData":{json.dumps(trace.meta)}}}\n'
+
+
+def _line(ph: str, name: str, device: int, thread: int = 0, category: str = "", times: str = "",
+          args: dict[str, Any] | None = None) -> str:
+    cat = f',"cat":{json.dumps(category)}' if category else ""
+    more = f',"args":{json.dumps(args)}' if args else ""
+    return f'{{"ph":"{ph}","name":{json.dumps(name)}{cat},"pid":{device},"tid":{thread}{times}{more}}}'
+
+
+def _us(ns: int) -> str:
+    return f"{ns // 1000}.{ns % 1000:03d}"
 
 
 def write_trace(trace: Trace, path: str | Path) -> None:
@@ -103,5 +115,5 @@ def read_trace(path: str | Path) -> Trace:
     return loads(data, str(path))
 
 
-def _ns(microseconds: float) -> int:
+def _ns(microseconds: Decimal) -> int:
     return round(microseconds * 1000)
