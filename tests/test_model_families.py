@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mixfleet.catalog.models import MODELS
 from mixfleet.errors import InputError
@@ -66,6 +68,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "bert": BERT,
     "roberta": BERT | {"model_type": "roberta", "max_position_embeddings": 66, "type_vocab_size": 1},
 }
+PLAIN = {"style": "gpt", "layers": 2, "hidden": 6, "heads": 3, "ffn": 10, "vocab": 5, "max_seq_len": 7, "name": "tiny"}
 BATCH, SEQUENCE = 2, 14
 
 
@@ -283,8 +286,7 @@ def test_large_models_build_quickly() -> None:
 
 def test_plain_figures() -> None:
     """A GPT of 2 layers: 5*6 tokens, 7*6 positions, per layer 4 norms and biases, and the final norm; tied."""
-    gpt = build({"style": "gpt", "layers": 2, "hidden": 6, "heads": 3, "ffn": 10, "vocab": 5, "max_seq_len": 7,
-                 "name": "tiny"})
+    gpt = build(PLAIN)
     layer = (4 * 6) + (4 * 36 + 4 * 6) + (60 + 10 + 60 + 6)
     assert (gpt.name, gpt.family, gpt.count) == ("tiny", "decoder", 30 + 42 + 2 * layer + 12)
     assert gpt.blocks[-1].params[-1].tied == "embed/tokens.weight"
@@ -343,3 +345,29 @@ def test_bad_files_name_the_file(text: str, message: str, tmp_path: Path) -> Non
     path.write_text(text)
     with pytest.raises(InputError, match=re.escape(str(path)) + ".*" + message):
         build(path)
+
+
+JUNK = st.one_of(st.none(), st.booleans(), st.integers(-2, 300), st.just(10**12), st.floats(), st.text(max_size=5),
+                 st.lists(st.one_of(st.integers(-1, 4), st.text(max_size=3)), max_size=4),
+                 st.dictionaries(st.sampled_from(["rope_theta", "x"]), st.integers(-1, 9), max_size=2))
+EXTRA_KEYS = ("head_dim", "layer_types", "rope_parameters", "sliding_window", "mlp_only_layers", "hidden_activation",
+              "num_key_value_heads", "name", "attention_bias", "pad_token_id")
+
+
+@given(st.data())
+@settings(max_examples=400, deadline=None)
+def test_any_value_builds_or_is_refused(data: st.DataObject) -> None:
+    """Whatever stands in one or two keys of a configuration, the answer is a model or an InputError with the place."""
+    config = dict(data.draw(st.sampled_from([*SMALL.values(), PLAIN])))
+    for key in data.draw(st.lists(st.sampled_from([*config, *EXTRA_KEYS]), min_size=1, max_size=2)):
+        config[key] = data.draw(JUNK)
+    refused = ""
+    try:
+        model = build(config, "job.yaml")
+    except InputError as error:
+        refused = str(error)
+    if refused:
+        assert refused.startswith("job.yaml: ")
+    else:
+        assert model.count > 0
+        assert len(model.blocks) == model.layers + 2

@@ -20,6 +20,7 @@ from mixfleet.model.spec import Model
 from mixfleet.model.transformer import GATED, Experts, Latent, TransformerConfig
 
 _REQUIRED: Any = object()
+_MOST_LAYERS = 2**16
 _GELU_TANH = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_tanh")
 
 
@@ -34,8 +35,8 @@ def build(source: str | os.PathLike[str] | Mapping[str, Any], where: str = "") -
         if not isinstance(name, str):
             raise InputError(f"name is {name!r}; it must be text", where=where)
         if "model_type" in source:
-            return _from_config(source, name, where or "model")
-        return _model(name or "decoder", "decoder", _plain(_Keys(source, where or "model")), where)
+            return _from_config(source, name, where)
+        return _model(name or "decoder", "decoder", _plain(_Keys(source, where)), where)
     path = Path(source)
     if path.suffix == ".json" or path.is_dir():
         path = path / "config.json" if path.is_dir() else path
@@ -71,12 +72,8 @@ def _read_json(path: Path) -> Mapping[str, Any]:
 
 
 def _from_config(config: Mapping[str, Any], name: str, where: str) -> Model:
-    family = config.get("model_type")
-    if family is None:
-        raise InputError("model_type is missing", where=where)
-    if family not in _FAMILIES:
-        raise unknown("model_type", family, _FAMILIES, where=where)
     keys = _Keys(config, where)
+    family = keys.one_of("model_type", tuple(_FAMILIES))
     return _model(name or family, family, _FAMILIES[family](keys), where)
 
 
@@ -112,9 +109,21 @@ class _Keys:
             raise InputError(f"{key} is {value!r}; it must be {what}", where=self.where)
         return value
 
+    def layers(self, key: str) -> int:
+        value = self.count(key)
+        if value > _MOST_LAYERS:
+            raise InputError(f"{key} is {value}; at most {_MOST_LAYERS} are supported", where=self.where)
+        return value
+
+    def list_of(self, key: str, kind: type, default: list[Any]) -> list[Any]:
+        value = self.get(key, default)
+        if not isinstance(value, list) or not all(isinstance(x, kind) for x in value):
+            raise InputError(f"{key} is {value!r}; it must be a list of {kind.__name__}", where=self.where)
+        return value
+
     def number(self, key: str, default: float) -> float:
         value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e30:
             raise InputError(f"{key} is {value!r}; it must be a positive number", where=self.where)
         return float(value)
 
@@ -155,7 +164,7 @@ def _decoder(k: _Keys, *, tied: bool = False, head_dim: int | None = None, eps: 
     if k.get("head_dim", head_dim) is None and hidden % heads:
         raise InputError(f"hidden_size is {hidden}; num_attention_heads, {heads}, must divide it", where=k.where)
     return {
-        "layers": k.count("num_hidden_layers"), "hidden": hidden, "heads": heads,
+        "layers": k.layers("num_hidden_layers"), "hidden": hidden, "heads": heads,
         "kv_heads": k.count("num_key_value_heads", heads) if grouped else heads,
         "head_dim": k.count("head_dim", head_dim or hidden // heads), "ffn": k.count("intermediate_size"),
         "vocab": k.count("vocab_size"), "max_seq_len": k.count("max_position_embeddings"),
@@ -175,7 +184,10 @@ def _llama(k: _Keys) -> dict[str, Any]:
 
 def _windows(k: _Keys, layers: int, windowed: Callable[[int], bool]) -> dict[str, Any]:
     """The sliding window and the layers without it, from `layer_types` or, without that, from `windowed`."""
-    kinds = k.get("layer_types", ["sliding_attention" if windowed(i) else "full_attention" for i in range(layers)])
+    usual = ["sliding_attention" if windowed(i) else "full_attention" for i in range(layers)]
+    kinds = k.list_of("layer_types", str, usual)
+    if len(kinds) != layers or not {*kinds} <= {"sliding_attention", "full_attention"}:
+        raise InputError(f"layer_types must be {layers} times full_attention or sliding_attention", where=k.where)
     full = tuple(i for i, kind in enumerate(kinds) if kind == "full_attention")
     if len(full) == layers:
         return {}
@@ -203,7 +215,7 @@ def _qwen3_moe(k: _Keys) -> dict[str, Any]:
     figures = _decoder(k) | _biases(k) | {"qk_norm": True}
     if k.flag("use_sliding_window", False):
         figures["window"] = k.count("sliding_window", 4096)
-    step, dense = k.count("decoder_sparse_step", 1), k.get("mlp_only_layers", [])
+    step, dense = k.count("decoder_sparse_step", 1), k.list_of("mlp_only_layers", int, [])
     return figures | {"experts": Experts(
         count=k.count("num_experts" if "num_experts" in k.values else "num_local_experts"),
         per_token=k.count("num_experts_per_tok"), ffn=k.count("moe_intermediate_size"),
@@ -235,7 +247,7 @@ def _gemma2(k: _Keys) -> dict[str, Any]:
 def _gpt2(k: _Keys) -> dict[str, Any]:
     k.refuse(add_cross_attention=False)
     hidden = k.count("n_embd")
-    return _layernorm(k, k.count("n_layer"), hidden, k.count("n_head"), k.count("n_inner", 4 * hidden)) | {
+    return _layernorm(k, k.layers("n_layer"), hidden, k.count("n_head"), k.count("n_inner", 4 * hidden)) | {
         "max_seq_len": k.count("n_positions"), "norm_eps": k.number("layer_norm_epsilon", 1e-5),
         "activation": k.activation("activation_function", "gelu_new", gated=False),
         "tied": k.flag("tie_word_embeddings", True)}
@@ -253,7 +265,7 @@ def _layernorm(k: _Keys, layers: int, hidden: int, heads: int, ffn: int, *, bias
 
 def _gpt_neox(k: _Keys) -> dict[str, Any]:
     bias = k.flag("attention_bias", True)
-    return _layernorm(k, k.count("num_hidden_layers"), k.count("hidden_size"), k.count("num_attention_heads"),
+    return _layernorm(k, k.layers("num_hidden_layers"), k.count("hidden_size"), k.count("num_attention_heads"),
                       k.count("intermediate_size")) | {
         "max_seq_len": k.count("max_position_embeddings"), "norm_eps": k.number("layer_norm_eps", 1e-5),
         "activation": k.activation("hidden_act", "gelu", gated=False), "position": "rotary",
@@ -267,7 +279,7 @@ def _opt(k: _Keys) -> dict[str, Any]:
     k.refuse(layer_norm_elementwise_affine=True)
     before, hidden = k.flag("do_layer_norm_before", True), k.count("hidden_size")
     width = k.count("word_embed_proj_dim", hidden)
-    return _layernorm(k, k.count("num_hidden_layers"), hidden, k.count("num_attention_heads"), k.count("ffn_dim"),
+    return _layernorm(k, k.layers("num_hidden_layers"), hidden, k.count("num_attention_heads"), k.count("ffn_dim"),
                       bias=k.flag("enable_bias", True)) | {
         "max_seq_len": k.count("max_position_embeddings"), "position_offset": 2,
         "activation": k.activation("activation_function", "relu", gated=False),
@@ -293,7 +305,7 @@ def _deepseek(k: _Keys) -> dict[str, Any]:
 
 def _bert(k: _Keys) -> dict[str, Any]:
     k.refuse(is_decoder=False, add_cross_attention=False)
-    return _layernorm(k, k.count("num_hidden_layers"), k.count("hidden_size"), k.count("num_attention_heads"),
+    return _layernorm(k, k.layers("num_hidden_layers"), k.count("hidden_size"), k.count("num_attention_heads"),
                       k.count("intermediate_size")) | {
         "max_seq_len": k.count("max_position_embeddings"), "norm_eps": k.number("layer_norm_eps", 1e-12),
         "activation": k.activation("hidden_act", "gelu", gated=False), "tied": k.flag("tie_word_embeddings", True),
@@ -335,7 +347,7 @@ def _plain(k: _Keys) -> dict[str, Any]:
     activation = k.one_of("activation", (*GATED, "gelu", "gelu_tanh", "relu"), style["activation"])
     bias = k.flag("bias", style["bias"])
     return {
-        "layers": k.count("layers"), "hidden": hidden, "heads": heads, "kv_heads": k.count("kv_heads", heads),
+        "layers": k.layers("layers"), "hidden": hidden, "heads": heads, "kv_heads": k.count("kv_heads", heads),
         "head_dim": k.count("head_dim", hidden // heads), "ffn": k.count("ffn", _usual_ffn(hidden, activation)),
         "vocab": k.count("vocab"), "max_seq_len": k.count("max_seq_len", 2048), "activation": activation,
         "norm": k.one_of("norm", ("rmsnorm", "layernorm"), style["norm"]), "norm_eps": k.number("norm_eps", 1e-5),

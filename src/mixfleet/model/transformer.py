@@ -102,6 +102,8 @@ class TransformerConfig(Spec, frozen=True, kw_only=True):
             raise InputError(f"kv_heads is {self.kv_heads}; it must divide heads, which is {self.heads}")
         if self.window < 0:
             raise InputError(f"window is {self.window}; it cannot be negative")
+        if not 0 < self.rotary_fraction <= 1:
+            raise InputError(f"rotary_fraction is {self.rotary_fraction}; it must be above 0 and at most 1")
         if self.experts and not 0 < self.experts.per_token <= self.experts.count:
             raise InputError(f"{self.experts.per_token} experts per token; the layer has {self.experts.count}")
 
