@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
@@ -16,7 +15,6 @@ if TYPE_CHECKING:
     from mixfleet.plan import Plan
     from mixfleet.report.views import View
 
-F = TypeVar("F", bound=Callable[..., Any])
 EXISTING = click.Path(exists=True, path_type=Path)
 """click itself says that a file is missing, and exits with 2."""
 WRITABLE = click.Path(dir_okay=False, path_type=Path)
@@ -60,7 +58,16 @@ def progress(message: str) -> None:
     click.echo(message, err=True)
 
 
-def load_plan(path: Path, job: Path | None = None, cluster: Path | None = None) -> tuple[Plan, Job, Cluster]:
+class Loaded(NamedTuple):
+    """A plan, what it is for, and where the job file lies."""
+
+    plan: Plan
+    job: Job
+    cluster: Cluster
+    job_path: Path
+
+
+def load_plan(path: Path, job: Path | None = None, cluster: Path | None = None) -> Loaded:
     """A plan with its job and cluster: the given files, or those that the plan names (relative to its own place)."""
     from mixfleet.cluster import Cluster
     from mixfleet.job import Job
@@ -72,4 +79,4 @@ def load_plan(path: Path, job: Path | None = None, cluster: Path | None = None) 
         if given is None and not named:
             raise InputError(f"the plan names no {kind} file; give one with --{kind}", where=str(path))
         files.append(given or path.parent / named)
-    return plan, Job.load(files[0]), Cluster.load(files[1])
+    return Loaded(plan, Job.load(files[0]), Cluster.load(files[1]), files[0])

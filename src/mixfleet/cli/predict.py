@@ -33,7 +33,7 @@ def predict(plan: Path, job: Path | None, cluster: Path | None, trace: Path | No
     from mixfleet.report import chrome, views
     from mixfleet.sim import predict as run
 
-    what, this_job, this_cluster = load_plan(plan, job, cluster)
+    what, this_job, this_cluster, _ = load_plan(plan, job, cluster)
     result = run(what, this_job, this_cluster, trace=bool(trace or html))
     if trace and result.trace:
         chrome.write_trace(result.trace, trace)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mixfleet.trace import (
     Comparison,
@@ -367,3 +367,15 @@ def comparison(this: Comparison, names: dict[str, str]) -> View:
         [("most seconds off", _some(len(this.rows), f"{worst.category} on rank {worst.device}: predicted "
                                     f"{show_seconds(worst.predicted_s)}, measured {show_seconds(worst.measured_s)}"))],
         [Table(["rank", "category", ">predicted", ">measured", ">error"], rows)])
+
+
+def training(this: Mapping[str, Any]) -> View:
+    """What a run came to: the summary of `mixfleet train --json`."""
+    predicted, measured = this["predicted_step_s"], this["step_s"]
+    loss = f"{this['first_loss']:.4f} -> {this['last_loss']:.4f}" if this["last_loss"] is not None else ""
+    error = f"{100 * (predicted - measured) / measured:+.1f} %" if measured else ""
+    return View(f"trained to step {this['step']}" + (", stopped early" if this["stopped"] else ""), [
+        ("loss", loss),
+        ("step", f"{show_seconds(measured)} (median)" if measured else ""),
+        ("predicted", f"{show_seconds(predicted)}{', ' * bool(error)}{error}"),
+        ("checkpoint", this["checkpoint"])])

@@ -26,7 +26,7 @@ class StepMetrics(Spec, frozen=True, kw_only=True):
     seconds: float
     lr: float
     grad_norm: float
-    bytes_sent: int
+    bytes_sent: int | None = None
 
     @property
     def tokens_per_s(self) -> float:
@@ -38,9 +38,9 @@ class StepMetrics(Spec, frozen=True, kw_only=True):
         return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
 
     def __str__(self) -> str:
+        sent = "" if self.bytes_sent is None else f"  sent {show_bytes(self.bytes_sent)}"
         return (f"step {self.step}  loss {self.loss:.4f}  {show_count(self.tokens_per_s)} tokens/s  "
-                f"{show_seconds(self.seconds)}  lr {self.lr:.3g}  norm {self.grad_norm:.3g}  "
-                f"sent {show_bytes(self.bytes_sent)}")
+                f"{show_seconds(self.seconds)}  lr {self.lr:.3g}  norm {self.grad_norm:.3g}{sent}")
 
 
 class Reporter:
