@@ -30,13 +30,13 @@ from mixfleet.program.action import (
     B,
     F,
     Program,
-    dependencies,
     stream_of,
 )
 from mixfleet.program.layout import Layout
 from mixfleet.sim.engine import Graph, Times, run
 from mixfleet.sim.flow import Flow, flow
 from mixfleet.sim.fold import Colours, distinct, refine
+from mixfleet.sim.hazards import hazards
 from mixfleet.sim.traffic import Entity, Kind, Traffic
 from mixfleet.units import NS_PER_S
 
@@ -131,7 +131,7 @@ class _Player:
         entity = self._traffic.entities[group[0]]
         place = (entity.pipeline, entity.stage)
         voice = _Voice(group, self._roles[place], [], [], [])
-        needs = dependencies(voice.actions, self._layout, self._layout.units_of_stage(*place))
+        needs = hazards(voice.actions, self._layout)
         order = self._graph.order
         before: dict[tuple[str, int], int] = {}
         turns: dict[tuple[str, int], int] = {}
@@ -236,7 +236,7 @@ class _Pricing:
 
     def __init__(self, plan: Plan, job: Job, cluster: Cluster, layout: Layout, traffic: Traffic) -> None:
         self._plan, self._job, self._cluster, self._layout = plan, job, cluster, layout
-        self._entities = traffic.entities
+        self._entities, self._alike = traffic.entities, traffic.unit_kind
         self._hashes: dict[int, int] = {}
         self._numbers: dict[object, int] = {}
         self._device = [self._number(d) for d in cluster.devices]
@@ -315,11 +315,11 @@ class _Pricing:
         if action.op in (F, B):
             key: tuple[object, ...] = (self.kind(e), action.op, action.lo, action.hi, micro_batch)
         elif action.op == STEP:
-            key = (e, STEP, action.lo)
+            key = (e, STEP, self._alike[action.lo])
         else:
             return ()
         if key not in self._known:
-            made = self._step(e, action.lo) if action.op == STEP else self._blocks(e, action, micro_batch)
+            made = self._step(e, self._alike[action.lo]) if action.op == STEP else self._blocks(e, action, micro_batch)
             self._known[key] = tuple(Part(c, ns) for c, s in made if (ns := round(s * NS_PER_S)))
         return self._known[key]
 

@@ -7,6 +7,7 @@ are held from the start of a receive to its use, and from their making to the en
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -38,6 +39,7 @@ from mixfleet.program.action import (
 )
 from mixfleet.program.layout import Kind, Layout
 from mixfleet.sim.interpreter import Row
+from mixfleet.sim.traffic import alike
 
 HOLDS = ("weights", "gradients", "master", "moments", "activations", "messages", "gathered weights",
          "gradient buffers", "recomputed", "workspace", "optimizer temporaries")
@@ -78,12 +80,14 @@ def static(layout: Layout, job: Job, rank: int) -> Static:
     place = layout.places[rank]
     own = updated = 0
     totals = {"weights": 0, "gradients": 0, "optimizer": 0}
-    for u in layout.units_of_stage(place.pipeline, place.stage):
+    like = alike(layout)
+    copies = Counter(like[u] for u in layout.units_of_stage(place.pipeline, place.stage))
+    for u, n in copies.items():
         held = layout.held(u, rank)
         pieces = {kind: [layout.piece(kind, u, c, place.replica) for c in held] for kind in _KINDS}
         for kind in _KINDS:
-            totals[kind] += sum(hi - lo for lo, hi in pieces[kind])
-        owned = sum(hi - lo for lo, hi in pieces["optimizer"])
+            totals[kind] += n * sum(hi - lo for lo, hi in pieces[kind])
+        owned = n * sum(hi - lo for lo, hi in pieces["optimizer"])
         own += 0 if _inside(pieces["optimizer"], pieces["gradients"]) else owned
         updated += 0 if _inside(pieces["optimizer"], pieces["weights"]) else owned
     state = state_bytes(job, totals["weights"] + updated, totals["gradients"] + own, totals["optimizer"])
@@ -148,6 +152,8 @@ class _Walk:
         self._pipe = plan.pipelines[row.entity.pipeline]
         self._stage = self._pipe.stages[row.entity.stage]
         self._known: dict[tuple[int, int, int], tuple[int, int, int]] = {}
+        self._alike = alike(layout)
+        self._elements: dict[int, tuple[int, int]] = {}
         self._reduced = {a.lo for a in row.actions if a.op == REDUCE}
 
     def _blocks(self, lo: int, hi: int, micro_batch: int) -> tuple[int, int, int]:
@@ -156,14 +162,14 @@ class _Walk:
         if key not in self._known:
             stage, job, device = self._stage, self._job, self._device
             shape = (micro_batch, job.seq_len, stage.tensor)
-            sizes: dict[str, tuple[int, int, int]] = {}
+            sizes: dict[tuple[object, ...], tuple[int, int, int]] = job.__dict__.setdefault("_block_bytes", {})
             saved = work = again = 0
             for block in job.model.blocks[lo:hi]:
-                if block.kind not in sizes:
-                    sizes[block.kind] = (saved_bytes(block, *shape, device, job, stage.recompute),
+                one = sizes.get(kind := (block.kind, *shape, device, stage.recompute))
+                if one is None:
+                    one = sizes[kind] = (saved_bytes(block, *shape, device, job, stage.recompute),
                                          workspace_bytes(block, *shape, device, job),
                                          recompute_bytes(block, *shape, device, job, stage.recompute))
-                one = sizes[block.kind]
                 saved, work, again = saved + one[0], max(work, one[1]), max(again, one[2])
             self._known[key] = (saved, work, again)
         return self._known[key]
@@ -173,13 +179,20 @@ class _Walk:
         job = self._job
         return boundary_bytes(job.model.blocks[block], micro_batch, job.seq_len, self._stage.tensor, job)
 
+    def _unit(self, unit: int) -> tuple[int, int]:
+        """Elements of a unit that the rank computes with, and those whose optimizer state it owns."""
+        first = self._alike[unit]
+        if first not in self._elements:
+            layout, replica = self._layout, self._row.entity.replica
+            pieces = [layout.piece("optimizer", first, c, replica) for c in layout.held(first, self._rank)]
+            self._elements[first] = (layout.compute_elements(first, self._rank), sum(hi - lo for lo, hi in pieces))
+        return self._elements[first]
+
     def _gradient(self, unit: int) -> int:
-        return self._layout.compute_elements(unit, self._rank) * self._job.bytes.gradient_bytes
+        return self._unit(unit)[0] * self._job.bytes.gradient_bytes
 
     def _owned(self, unit: int) -> int:
-        layout, replica = self._layout, self._row.entity.replica
-        pieces = [layout.piece("optimizer", unit, c, replica) for c in layout.held(unit, self._rank)]
-        return sum(hi - lo for lo, hi in pieces)
+        return self._unit(unit)[1]
 
     def events(self) -> list[Event]:
         """All changes but the creation of moments."""
@@ -224,7 +237,7 @@ class _Walk:
             elif op in (SEND_ACT, SEND_GRAD):
                 add((end, -waiting.pop((op, mb), 0), _MESSAGES, i))
             elif op in (GATHER, RELEASE):
-                nbytes = self._layout.compute_elements(action.lo, self._rank) * self._job.bytes.weight_bytes
+                nbytes = self._unit(action.lo)[0] * self._job.bytes.weight_bytes
                 add((start, nbytes, _GATHERED, i) if op == GATHER else (end, -nbytes, _GATHERED, i))
             elif op == REDUCE and action.lo in buffers:
                 buffers.remove(action.lo)

@@ -11,11 +11,11 @@ from mixfleet.cost.network import CollectiveOp, Transfer, collective, send
 from mixfleet.job import Job
 from mixfleet.plan import Plan
 from mixfleet.program.action import GATHER, PUBLISH, REDUCE, SEND_ACT, SEND_GRAD, SYNC
-from mixfleet.program.layout import Comm, Layout, Unit
+from mixfleet.program.layout import Comm, Layout
 from mixfleet.sim.fold import Instance
 
 Kind = tuple[str, int, int]
-"""(operation, pipeline, sending stage) or (operation, unit kind, phase)."""
+"""(operation, pipeline, sending stage) or (operation, first unit of its kind, phase)."""
 
 
 class Entity(NamedTuple):
@@ -31,7 +31,7 @@ class Entity(NamedTuple):
 class Traffic:
     """All transfers of a step, each with the entities that meet in it and the bytes on every port it passes.
 
-    Units of equal shape on the same devices exchange equal transfers; `unit_kind` numbers them.
+    Units of equal shape on the same devices exchange equal transfers; `unit_kind` names the first like each.
     """
 
     def __init__(self, plan: Plan, job: Job, cluster: Cluster, layout: Layout) -> None:
@@ -94,26 +94,19 @@ class Traffic:
         return [send(n, x, y, self._cluster) for x, y, n in shards(self.entities[a], self.entities[b], nbytes)]
 
     def _state(self) -> None:
-        layout = self._layout
-        seen: dict[object, int] = {}
-        for u, unit in enumerate(layout.units):
-            hosts = self._hosts(unit)
-            shape = (hosts, tuple((t.param.split, t.rows, t.row) for t in unit.tensors))
-            kind = seen.setdefault(shape, len(seen))
-            self.unit_kind.append(kind)
-            if (GATHER, kind) in self.phases:
-                continue
-            for op in (GATHER, REDUCE, SYNC, PUBLISH):
-                self.phases[op, kind] = self._collectives(op, kind, u, hosts) if layout.needed(op, u) else 0
+        layout, plan = self._layout, self._plan
+        for u, like in enumerate(alike(layout)):
+            self.unit_kind.append(like)
+            if like == u:
+                blocks = layout.units[u].blocks
+                hosts = tuple(tuple(s for s, stage in enumerate(pipe.stages)
+                                    if any(stage.blocks[0] <= b < stage.blocks[1] for b in blocks))
+                              for pipe in plan.pipelines)
+                for op in (GATHER, REDUCE, SYNC, PUBLISH):
+                    self.phases[op, u] = self._collectives(op, u, hosts) if layout.needed(op, u) else 0
 
-    def _hosts(self, unit: Unit) -> tuple[tuple[int, ...], ...]:
-        """Per pipeline, the stages that hold the unit."""
-        return tuple(tuple(s for s, stage in enumerate(pipe.stages)
-                           if any(stage.blocks[0] <= b < stage.blocks[1] for b in unit.blocks))
-                     for pipe in self._plan.pipelines)
-
-    def _collectives(self, op: str, kind: int, unit: int, hosts: tuple[tuple[int, ...], ...]) -> int:
-        """Adds the transfers of one action on units of this kind; returns the number of phases."""
+    def _collectives(self, op: str, unit: int, hosts: tuple[tuple[int, ...], ...]) -> int:
+        """Adds the transfers of one action on units like this one; returns the number of phases."""
         element = self._job.bytes.weight_bytes if op in (GATHER, PUBLISH) else self._job.bytes.gradient_bytes
         entities = [e for e, entity in enumerate(self.entities) if entity.stage in hosts[entity.pipeline]]
         degrees = {len(self.entities[e].ranks) for e in entities}
@@ -147,7 +140,7 @@ class Traffic:
                         else comm.ranks
                     transfers.append(self._price(comm.op, comm.elements * element, ranks))
             for members, transfers in together.values():
-                self._add((op, kind, i), members, transfers)
+                self._add((op, unit, i), members, transfers)
         return len(phases)
 
     def _price(self, op: CollectiveOp, nbytes: int, ranks: tuple[int, ...]) -> Transfer:
@@ -155,6 +148,16 @@ class Traffic:
         if key not in self._prices:
             self._prices[key] = collective(op, nbytes, ranks, self._cluster)
         return self._prices[key]
+
+
+def alike(layout: Layout) -> list[int]:
+    """For each unit the first one of equal shape on the same stages: all answers about them are equal."""
+    homes = [tuple(next(s for s, stage in enumerate(pipe.stages) if b < stage.blocks[1])
+                   for pipe in layout.plan.pipelines) for b in range(len(layout.model.blocks))]
+    seen: dict[object, int] = {}
+    return [seen.setdefault((tuple(homes[b] for b in unit.blocks),
+                             tuple((t.param.split, t.rows, t.row) for t in unit.tensors)), u)
+            for u, unit in enumerate(layout.units)]
 
 
 def _root(parent: dict[int, int], e: int) -> int:

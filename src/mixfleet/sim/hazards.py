@@ -1,0 +1,82 @@
+"""What each action waits for on other streams, for whole programs in microseconds per action.
+
+`program.action.dependencies` says the same of any action from the values it reads and writes; this is the short cut
+for the hot path. It keeps, per state unit, who touched weights and gradients last, and names only the last action of
+a stream, since the stream's order implies the others. A test holds the two equal.
+"""
+
+from __future__ import annotations
+
+from mixfleet.program.action import (
+    GATHER,
+    NORM,
+    PUBLISH,
+    RECV_ACT,
+    RECV_GRAD,
+    REDUCE,
+    RELEASE,
+    SEND_ACT,
+    SEND_GRAD,
+    STEP,
+    SYNC,
+    Action,
+    B,
+    F,
+)
+from mixfleet.program.layout import Layout
+
+
+def hazards(actions: tuple[Action, ...], layout: Layout) -> list[tuple[int, ...]]:
+    """Per action, the earlier ones on other streams that must have ended before it starts."""
+    blocks, count = len(layout.model.blocks), len(layout.units)
+    tied = [tuple(u for u in units if u >= blocks) for units in layout.units_of_block]
+    some_tied = any(tied)
+    used, computed = [-1] * count, [-1] * count  # last F or B that read the weights; last B of the gradient
+    ready, moved, gathered = [-1] * count, [-1] * count, [-1] * count  # last G or X; last R or Y; last G
+    stepped = [-1] * count
+    received: dict[tuple[str, int], int] = {}
+    made: dict[tuple[str, int, int], int] = {}
+    reduced = -1
+    found: list[tuple[int, ...]] = []
+    for i, (op, lo, hi, mb, _) in enumerate(actions):
+        needs: tuple[int, ...] = ()
+        if op in (F, B):
+            extra = [u for b in range(lo, hi) for u in tied[b]] if some_tied else []
+            before = {*ready[lo:hi], *[ready[u] for u in extra]}
+            used[lo:hi] = [i] * (hi - lo)
+            for u in extra:
+                used[u] = i
+            if op == F:
+                before.add(received.get((RECV_ACT, mb), -1))
+                made[F, hi, mb] = i
+            else:
+                before.update(moved[lo:hi], [moved[u] for u in extra], (received.get((RECV_GRAD, mb), -1),))
+                computed[lo:hi] = [i] * (hi - lo)
+                for u in extra:
+                    computed[u] = i
+                made[B, lo, mb] = i
+            before.discard(-1)
+            needs = tuple(sorted(before))
+        elif op in (GATHER, RELEASE):
+            needs = (used[lo],)
+            ready[lo] = i
+            if op == GATHER:
+                gathered[lo] = i
+        elif op in (REDUCE, SYNC):
+            needs = (computed[lo],)
+            moved[lo] = reduced = i
+        elif op in (RECV_ACT, RECV_GRAD):
+            received[op, mb] = i
+        elif op == SEND_ACT:
+            needs = (made[F, hi, mb],)
+        elif op == SEND_GRAD:
+            needs = (made[B, lo, mb],)
+        elif op == NORM:
+            needs = (reduced,)
+        elif op == STEP:
+            needs = (gathered[lo],)
+            stepped[lo] = i
+        elif op == PUBLISH:
+            needs = (stepped[lo],)
+        found.append(needs if needs != (-1,) else ())
+    return found
