@@ -31,6 +31,7 @@ from mixfleet.spec import Spec
 FORMAT = 1
 _CHUNK = 2**24
 """Largest number of elements under one checksum: what a reader of a few elements has to read."""
+_FILE_BYTES = 2**30
 _STEP = re.compile(r"step-(\d{8,})")
 _TYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
@@ -112,19 +113,35 @@ def save(root: Path, model: Model, state: State, rank: int, pieces: Iterable[Pie
 
 
 def _write(directory: Path, rank: int, pieces: Iterable[Piece]) -> list[Entry]:
-    """One rank's safetensors file, under a name no other save uses; it counts only once an index names it."""
-    chunks = [(tensor, kind, a, b, data[a - lo:b - lo])
-              for tensor, kind, lo, hi, data in pieces for a, b in _cut(lo, hi)]
-    if not chunks:
-        return []
-    directory.mkdir(parents=True, exist_ok=True)
-    path = directory / f"rank-{rank:05d}-{os.urandom(4).hex()}.safetensors"
-    entries = [Entry(tensor=tensor, kind=kind, lo=lo, hi=hi, file=path.name, name=f"{kind}:{tensor}:{lo}", sha256="")
-               for tensor, kind, lo, hi, _ in chunks]
-    with _removed_on_failure(path):
-        heads = [(entry.name, chunk[4].dtype, tuple(chunk[4].shape)) for entry, chunk in zip(entries, chunks)]
-        sums = _write_safetensors(path, heads, (chunk[4] for chunk in chunks))
-    return [entry.replace(sha256=digest) for entry, digest in zip(entries, sums)]
+    """One rank's files, under names that no other save uses; they count only once an index names them."""
+    chunks = ((tensor, kind, a, b, data[a - lo:b - lo])
+              for tensor, kind, lo, hi, data in pieces for a, b in _cut(lo, hi))
+    entries: list[Entry] = []
+    save_id = os.urandom(4).hex()
+    for number, batch in enumerate(_batches(chunks)):
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / f"rank-{rank:05d}-{save_id}-{number}.safetensors"
+        names = [f"{kind}:{tensor}:{lo}" for tensor, kind, lo, *_ in batch]
+        with _removed_on_failure(path):
+            sums = _write_safetensors(path, [(name, data.dtype, tuple(data.shape))
+                                             for name, (*_, data) in zip(names, batch)], (data for *_, data in batch))
+        entries += [Entry(tensor=tensor, kind=kind, lo=lo, hi=hi, file=path.name, name=name, sha256=digest)
+                    for name, digest, (tensor, kind, lo, hi, _) in zip(names, sums, batch)]
+    return entries
+
+
+def _batches(chunks: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """What goes to one file: the pieces may be copies, so no more than `_FILE_BYTES` of them are held."""
+    batch: list[Piece] = []
+    nbytes = 0
+    for chunk in chunks:
+        batch.append(chunk)
+        nbytes += chunk[4].nbytes
+        if nbytes >= _FILE_BYTES:
+            yield batch
+            batch, nbytes = [], 0
+    if batch:
+        yield batch
 
 
 def _write_safetensors(path: Path, tensors: list[tuple[str, torch.dtype, tuple[int, ...]]],
@@ -197,10 +214,10 @@ def _steps(root: Path) -> list[tuple[int, Path]]:
 
 def latest(root: Path) -> Path | None:
     """The newest complete checkpoint below `root`, None if there is none."""
-    with contextlib.suppress(OSError):
-        named = root / (root / "latest").read_text().strip()
-        if _STEP.fullmatch(named.name) and (named / "index.json").is_file():
-            return named
+    with contextlib.suppress(OSError, ValueError):
+        name = (root / "latest").read_text(encoding="utf-8").strip()
+        if _STEP.fullmatch(name) and (root / name / "index.json").is_file():
+            return root / name
     return next((path for _, path in _steps(root)), None)
 
 
