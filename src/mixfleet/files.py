@@ -81,9 +81,15 @@ def decode(doc: Document, into: type[T], hook: Callable[[type, Any], Any] | None
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at `$")
         keys: Keys = tuple(m[1] if m[1] else int(m[2]) for m in _STEP.finditer(path.rstrip("`")) if m[1] or m[2])
+        types = _types_at(into, keys)
         extra = re.match(r"Object contains unknown field `(.*)`$", message)
         if extra:
-            raise unknown("key", extra[1], _fields_at(into, keys), where=doc.where((*keys, extra[1]))) from None
+            known = [f.encode_name for t in types if isinstance(t, msgspec.inspect.StructType) for f in t.fields]
+            raise unknown("key", extra[1], known, where=doc.where((*keys, extra[1]))) from None
+        choice = re.match(r"Invalid enum value '?(.*?)'?$", message)
+        if choice:
+            allowed = [str(v) for t in types if isinstance(t, msgspec.inspect.LiteralType) for v in t.values]
+            raise unknown(str(keys[-1]), choice[1], allowed, where=doc.where(keys)) from None
         missing = re.match(r"Object missing required field `(.*)`$", message)
         if missing:
             message = f"{missing[1]!r} is missing"
@@ -186,12 +192,12 @@ def _reworded(message: str) -> str:
                   lambda m: f"must be {names(m)}, not {words.get(m[2], m[2])}", message)
 
 
-def _fields_at(into: Any, keys: Keys) -> set[str]:
-    """Names of the fields that a mapping at `keys` may have."""
+def _types_at(into: Any, keys: Keys) -> list[Any]:
+    """The types that a value at `keys` may have."""
     found = [msgspec.inspect.type_info(into)]
     for key in keys:
         found = [inner for t in _alternatives(found) for inner in _inside(t, key)]
-    return {f.encode_name for t in _alternatives(found) if isinstance(t, msgspec.inspect.StructType) for f in t.fields}
+    return list(_alternatives(found))
 
 
 def _alternatives(types: list[Any]) -> Iterator[Any]:

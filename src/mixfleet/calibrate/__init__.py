@@ -2,5 +2,6 @@
 
 from mixfleet.calibrate.discover import discover
 from mixfleet.calibrate.kernels import profile_job
+from mixfleet.calibrate.pinned import MeasurementError
 
-__all__ = ["discover", "profile_job"]
+__all__ = ["MeasurementError", "discover", "profile_job"]

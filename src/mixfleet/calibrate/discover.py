@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from mixfleet.calibrate.pinned import Cores, MeasurementError, available_cores
+from mixfleet.calibrate.pinned import Cores, available_cores
 from mixfleet.catalog.devices import PCIE_BPS_PER_LANE, names
 from mixfleet.cluster import Cluster, Device, Node, device_named
 from mixfleet.cluster_file import LOOPBACK, link_between
@@ -52,16 +52,20 @@ def discover(ranks: Sequence[Cores] | None = None, *, measure: bool = True) -> C
     _check_ranks(ranks, cores)
     link = LOOPBACK
     measured: list[dict[str, float]] = []
-    if measure and find_spec("torch"):
+    why = "as asked"
+    if measure:
         from mixfleet.calibrate.kernels import measure_machine
 
-        with suppress(MeasurementError):
+        try:
             figures, link = measure_machine(ranks)
             measured = _evened(figures, [len(r) for r in ranks])
+        except InputError as error:
+            why = str(error)
     users = Counter(core for r in ranks for core in r)
     each = memory // len(ranks) // MiB * MiB
-    devices = tuple(_cpu(r, 1 / max(users[c] for c in r), each, measured[i] if measured else {})
-                    for i, r in enumerate(ranks))
+    devices = tuple(
+        _cpu(r, measured[i] if measured else {}, why).replace(
+            cores=r, share=sum(1 / users[c] for c in r) / len(r), memory_bytes=each) for i, r in enumerate(ranks))
     node = Node(name=host, devices=devices, link=link, nic=link.replace(name="nic"), host_memory_bytes=memory)
     return Cluster(name=host, nodes=(node,))
 
@@ -76,11 +80,12 @@ def _check_ranks(ranks: Sequence[Cores], cores: Cores) -> None:
                              f"{', '.join(map(str, cores))}")
 
 
-def _cpu(cores: Cores, share: float, memory_bytes: int, figures: dict[str, float]) -> Device:
-    base = device_named("cpu").replace(cores=cores, share=share, memory_bytes=memory_bytes, arch=_cpu_model())
+def _cpu(cores: Cores, figures: dict[str, float], why_not_measured: str) -> Device:
+    base = device_named("cpu").replace(arch=_cpu_model())
     if not figures:
         n = len(cores)
-        return base.replace(flops={k: v * n for k, v in base.flops.items()}, vector_flops=base.vector_flops * n)
+        return base.replace(flops={k: v * n for k, v in base.flops.items()}, vector_flops=base.vector_flops * n,
+                            source=f"{base.source}; not measured: {why_not_measured}")
     flops = {k: figures[k] for k in ("fp64", "fp32", "bf16")}
     return base.replace(flops=flops, vector_flops=flops["fp32"], memory_Bps=figures["memory_Bps"],
                         launch_s=figures["launch_s"], source="measured by mixfleet discover")

@@ -14,9 +14,9 @@ from statistics import fmean
 from time import perf_counter, process_time
 from typing import TYPE_CHECKING, Any
 
-from mixfleet.calibrate.links import exchange, loopback_of, measure_loopback
+from mixfleet.calibrate.links import exchange, loopback_of
 from mixfleet.calibrate.pinned import Cores, run_pinned
-from mixfleet.cluster import BlockTime, Cluster, Device, Link, Node
+from mixfleet.cluster import BlockTime, Cluster, Device, Link
 from mixfleet.cluster_file import LOOPBACK
 from mixfleet.cost.kernels import block_cost, efficiency, optimizer_s
 from mixfleet.errors import InputError
@@ -52,7 +52,7 @@ def machine_figures(ranks: list[list[int]]) -> dict[str, Any]:
 
 
 def core_figures() -> dict[str, float]:
-    """Best of many short runs, so that other work on the machine hardly shows."""
+    """Best of many short runs; with one thread in CPU time, so that other work on the machine hardly shows."""
     import torch
 
     figures: dict[str, float] = {}
@@ -68,12 +68,16 @@ def core_figures() -> dict[str, float]:
 
 
 def _best_s(work: Callable[[], Any]) -> float:
+    import torch
+
+    clock = process_time if torch.get_num_threads() == 1 else perf_counter
     work()
-    best, end = float("inf"), perf_counter() + _WINDOW_S
-    while perf_counter() < end:
-        start = perf_counter()
+    best, rounds, end = float("inf"), 0, perf_counter() + _WINDOW_S
+    while perf_counter() < end or rounds < 3:
+        start = clock()
         work()
-        best = min(best, perf_counter() - start)
+        best = min(best, clock() - start)
+        rounds += 1
     return best
 
 
@@ -98,10 +102,10 @@ def profile_job(job: Job, cluster: Cluster, *, micro_batches: Sequence[int] = ()
     for device, times in zip(node.devices, found):
         alike[_without_cores(device)].append(times)
     devices = tuple(_measured(d, alike[_without_cores(d)], job) for d in node.devices)
-    pinned = len(devices) > 1 and all(d.kind == "cpu" for d in devices)
-    link = measure_loopback([d.cores for d in devices]) if pinned else node.link
-    measured: Node = node.replace(devices=devices, link=link, nic=link.replace(name="nic"))
-    return cluster.replace(nodes=(measured,))
+    if len(devices) > 1 and all(d.kind == "cpu" for d in devices):
+        link = loopback_of([f["exchange"] for f in found])
+        node = node.replace(link=link, nic=link.replace(name="nic"))
+    return cluster.replace(nodes=(node.replace(devices=devices),))
 
 
 def _without_cores(device: Device) -> Device:
@@ -138,7 +142,8 @@ def _digits(value: float) -> float:
 
 
 def job_times(job_path: str, micro_batches: list[int], kinds: list[str]) -> dict[str, Any]:
-    """(CPU seconds, wall seconds) of forward and backward per block kind and micro-batch, and of an optimizer step."""
+    """(CPU, wall) seconds of forward and backward per block kind and micro-batch, and of an optimizer step; `exchange`.
+    """
     import torch
     import torch.distributed as dist
 
@@ -158,7 +163,8 @@ def job_times(job_path: str, micro_batches: list[int], kinds: list[str]) -> dict
             rows.append({"block": kind, "micro_batch": size, "forward": forward, "backward": backward})
             if _slowest(forward[1] + backward[1]) > _TOO_SLOW_S:
                 break
-    return {"blocks": rows, "optimizer": _optimizer_times(job, device)}
+    return {"blocks": rows, "optimizer": _optimizer_times(job, device),
+            "exchange": exchange() if len(kinds) > 1 else []}
 
 
 Times = tuple[float, float]

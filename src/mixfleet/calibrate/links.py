@@ -5,21 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from statistics import quantiles
 from time import perf_counter
 
-from mixfleet.calibrate.pinned import Cores, run_pinned
 from mixfleet.catalog.efficiency import COLLECTIVE_S
 from mixfleet.cluster import Link
 
 _SMALL, _LARGE = 4, 8 * 2**20
 _ROUNDS = 24
-
-
-def measure_loopback(cores: Sequence[Cores]) -> Link:
-    """The link between processes pinned to `cores`, exchanging all at once over gloo."""
-    return loopback_of(run_pinned(f"{__name__}:exchange", cores, {}))
 
 
 def loopback_of(rounds: list[list[list[float]]]) -> Link:

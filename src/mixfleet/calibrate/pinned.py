@@ -13,22 +13,28 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
+from mixfleet.errors import InputError
+
 Cores = tuple[int, ...]
 
 
-class MeasurementError(RuntimeError):
-    """A measuring process died or took too long."""
+class MeasurementError(InputError):
+    """A measuring process died or took too long; the message holds the last line that it wrote."""
 
 
 def run_pinned(task: str, cores: Sequence[Cores], arguments: dict[str, Any], *, timeout_s: float = 300.0) -> list[Any]:
     """Call the function named `module:function` with `arguments` once per entry of `cores`, all at the same time.
 
-    An empty entry does not pin. Returns what each call returned (it must be JSON). Raises MeasurementError.
+    An empty entry does not pin. Returns what each call returned (it must be JSON). Raises MeasurementError, and
+    InputError without torch.
     """
+    if not find_spec("torch"):
+        raise InputError("measuring needs torch: pip install 'mixfleet[run]'")
     with tempfile.TemporaryDirectory(prefix="mixfleet-") as folder:
         workers = []
         for rank, mine in enumerate(cores):
@@ -75,7 +81,8 @@ def _main(path: str) -> None:
     order = json.loads(Path(path).read_text())
     if order["cores"] and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, order["cores"])
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     import torch
     import torch.distributed as dist
 
