@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import cache
 from itertools import pairwise
 from math import ceil, log2
 from typing import Literal, NamedTuple
@@ -44,6 +45,7 @@ class Transfer(NamedTuple):
 NOTHING = Transfer(0.0, ())
 
 
+@cache
 def link_efficiency(name: str) -> float:
     """Part of a link's nominal rate that transfers reach: by a word of its name, 1 if none is known."""
     return next((part for word, part in LINK_EFFICIENCY if word in name.lower()), 1.0)

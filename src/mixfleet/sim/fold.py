@@ -55,7 +55,7 @@ def refine(kinds: Sequence[Hashable], instances: Sequence[Instance], capacities:
         merged_users.setdefault(port, uses)
     first = {port: i for i, port in reversed(list(enumerate(twin)))}
     ports = _numbers([capacities[first[port]] for port in range(len(first))])
-    loads = [sorted((twin[port], nbytes) for port, nbytes in instance.demands) for instance in instances]
+    loads = [sorted({(twin[port], nbytes) for port, nbytes in instance.demands}) for instance in instances]
     entities = _numbers(kinds)
     flows = _numbers([(i.kind, i.latency_s) for i in instances])
     size = 0

@@ -248,7 +248,15 @@ class _Pricing:
         for e, entity in enumerate(self._entities):
             for node in {cluster.node_of[r] for r in entity.ranks}:
                 self._neighbours.setdefault((entity.pipeline, entity.stage, node), []).append(e)
-        self.norm_ns = round(collective("all_reduce", NORM_BYTES, plan.ranks, cluster).alone_s * NS_PER_S)
+        self.norm_ns = round(self._norm_s() * NS_PER_S)
+
+    def _norm_s(self) -> float:
+        """An all-reduce of a few bytes: in the node with most ranks, then over one rank of each node."""
+        nodes: dict[int, list[int]] = {}
+        for rank in self._plan.ranks:
+            nodes.setdefault(self._cluster.node_of[rank], []).append(rank)
+        steps = (max(nodes.values(), key=len), [ranks[0] for ranks in nodes.values()])
+        return sum(collective("all_reduce", NORM_BYTES, ranks, self._cluster).alone_s for ranks in steps)
 
     def _number(self, value: object) -> int:
         """Small numbers for specs, by identity first, since hashing one reads all of it."""

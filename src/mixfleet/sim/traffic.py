@@ -18,6 +18,10 @@ Kind = tuple[str, int, int]
 """(operation, pipeline, sending stage) or (operation, first unit of its kind, phase)."""
 
 
+Demands = tuple[tuple[int, float], ...]
+"""(port, bytes)"""
+
+
 class Entity(NamedTuple):
     """One replica of a stage: a tensor-parallel group, which acts as one."""
 
@@ -26,6 +30,38 @@ class Entity(NamedTuple):
     replica: int
     """Number among all data-parallel replicas (`Plan.replicas`)."""
     ranks: tuple[int, ...]
+
+
+class Ports:
+    """Numbers for the ports of a cluster, and transfers in terms of them. Kept with the cluster from plan to plan."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.capacities: list[float] = []
+        self.known: dict[object, tuple[float, Demands]] = {}
+        self._number: dict[str, int] = {}
+
+    @staticmethod
+    def of(cluster: Cluster) -> Ports:
+        ports = cluster.__dict__.get("_ports")
+        if not isinstance(ports, Ports):
+            ports = cluster.__dict__["_ports"] = Ports()
+        return ports
+
+    def together(self, transfers: Iterable[Transfer]) -> tuple[float, Demands]:
+        """Latency, and bytes per port, of transfers that happen at the same time."""
+        latency_s = 0.0
+        total: dict[int, float] = {}
+        for transfer in transfers:
+            latency_s = max(latency_s, transfer.latency_s)
+            for name, capacity, nbytes in transfer.demands:
+                port = self._number.get(name)
+                if port is None:
+                    port = self._number[name] = len(self.names)
+                    self.names.append(name)
+                    self.capacities.append(capacity)
+                total[port] = total.get(port, 0.0) + nbytes
+        return latency_s, tuple(total.items())
 
 
 class Traffic:
@@ -39,40 +75,25 @@ class Traffic:
         self.entities = tuple(Entity(p, s, k, stage.ranks(r)) for k, (p, r) in enumerate(plan.replicas)
                               for s, stage in enumerate(plan.pipelines[p].stages))
         self._entity_of = {rank: e for e, entity in enumerate(self.entities) for rank in entity.ranks}
-        self._number: dict[str, int] = {}
-        self.capacities: list[float] = []
+        self._ports = Ports.of(cluster)
         self.instances: list[Instance] = []
         self.at: dict[tuple[int, Kind], int] = {}
         """(entity, kind) -> index of the instance."""
-        self._prices: dict[tuple[CollectiveOp, int, tuple[int, ...]], Transfer] = {}
         self.unit_kind: list[int] = []
         self.phases: dict[tuple[str, int], int] = {}
         """(operation, unit kind) -> transfers one after another; 0 where nothing moves."""
         for p in range(len(plan.pipelines)):
             self._point_to_point(p)
         self._state()
+        self.capacities = self._ports.capacities
 
     def tightest(self, instance: int) -> str:
         """Name of the port that takes longest to pass the transfer's bytes."""
-        names = list(self._number)
         demands = self.instances[instance].demands
-        return names[max(demands, key=lambda d: d[1] / self.capacities[d[0]])[0]] if demands else ""
+        return self._ports.names[max(demands, key=lambda d: d[1] / self.capacities[d[0]])[0]] if demands else ""
 
-    def _add(self, kind: Kind, members: Iterable[int], transfers: Iterable[Transfer]) -> None:
-        """Transfers that happen together, as one."""
-        latency_s = 0.0
-        total: dict[int, float] = {}
-        for transfer in transfers:
-            latency_s = max(latency_s, transfer.latency_s)
-            for name, capacity, nbytes in transfer.demands:
-                port = self._number.get(name)
-                if port is None:
-                    port = self._number[name] = len(self.capacities)
-                    self.capacities.append(capacity)
-                elif capacity < self.capacities[port]:
-                    self.capacities[port] = capacity
-                total[port] = total.get(port, 0.0) + nbytes * self.capacities[port] / capacity
-        instance = Instance(kind, tuple(members), latency_s, tuple((p, round(n, 2)) for p, n in total.items()))
+    def _add(self, kind: Kind, members: Iterable[int], latency_s: float, demands: Demands, scale: float = 1.0) -> None:
+        instance = Instance(kind, tuple(members), latency_s, tuple([(p, round(n * scale, 2)) for p, n in demands]))
         for member in instance.members:
             self.at[member, kind] = len(self.instances)
         self.instances.append(instance)
@@ -86,12 +107,18 @@ class Traffic:
             nbytes = boundary_bytes(block, pipe.micro_batch, self._job.seq_len, 1, self._job)
             for r in range(pipe.replicas):
                 a = start + r * stages + s
-                self._add((SEND_ACT, pipeline, s), (a, a + 1), self._shards(a, a + 1, nbytes))
-                self._add((SEND_GRAD, pipeline, s + 1), (a + 1, a), self._shards(a + 1, a, nbytes))
+                self._add((SEND_ACT, pipeline, s), (a, a + 1), *self._message(a, a + 1), nbytes)
+                self._add((SEND_GRAD, pipeline, s + 1), (a + 1, a), *self._message(a + 1, a), nbytes)
 
-    def _shards(self, a: int, b: int, nbytes: int) -> list[Transfer]:
-        """The sequence shards of `nbytes` that the ranks of entity `a` send to those of `b`."""
-        return [send(n, x, y, self._cluster) for x, y, n in shards(self.entities[a], self.entities[b], nbytes)]
+    def _message(self, a: int, b: int) -> tuple[float, Demands]:
+        """A message of one byte, in the sequence shards that the ranks of entity `a` send to those of `b`."""
+        here, there = self.entities[a], self.entities[b]
+        key = (here.ranks, there.ranks)
+        if key not in self._ports.known:
+            whole = len(here.ranks) * len(there.ranks)
+            self._ports.known[key] = self._ports.together(
+                send(n / whole, x, y, self._cluster) for x, y, n in shards(here, there, whole))
+        return self._ports.known[key]
 
     def _state(self) -> None:
         layout, plan = self._layout, self._plan
@@ -111,11 +138,11 @@ class Traffic:
         entities = [e for e, entity in enumerate(self.entities) if entity.stage in hosts[entity.pipeline]]
         degrees = {len(self.entities[e].ranks) for e in entities}
         # Tensor ranks of equal groups do the same side by side: the last one, whose slice is the largest, is asked.
-        alike = len(degrees) == 1 and all(len(h) == 1 for h in hosts)
+        equal = len(degrees) == 1 and all(len(h) == 1 for h in hosts)
         phases: list[dict[tuple[int, ...], tuple[Comm, int]]] = []
         for e in entities:
             ranks = self.entities[e].ranks
-            for rank in ranks[-1:] if alike else ranks:
+            for rank in ranks[-1:] if equal else ranks:
                 for i, comm in enumerate(self._layout.comms(op, unit, rank)):
                     if i == len(phases):
                         phases.append({})
@@ -124,30 +151,30 @@ class Traffic:
                     known = phases[i].get(comm.ranks)
                     if known is None or comm.elements < known[0].elements:
                         phases[i][comm.ranks] = (comm, e)
-        sides = degrees.pop() if alike else 1
+        sides = degrees.pop() if equal else 1
         for i, comms in enumerate(phases):
             parent = {e: e for e in entities}
             for comm, e in comms.values():
                 for rank in comm.ranks:
                     parent[_root(parent, self._entity_of[rank])] = _root(parent, e)
-            together: dict[int, tuple[list[int], list[Transfer]]] = {}
+            members: dict[int, list[int]] = {}
             for e in entities:
-                together.setdefault(_root(parent, e), ([], []))[0].append(e)
+                members.setdefault(_root(parent, e), []).append(e)
+            calls: dict[int, list[tuple[CollectiveOp, int, tuple[int, ...]]]] = {}
             for comm, e in comms.values():
-                transfers = together[_root(parent, e)][1]
                 for side in range(sides):
-                    ranks = tuple(self.entities[self._entity_of[r]].ranks[side] for r in comm.ranks) if alike \
+                    ranks = tuple([self.entities[self._entity_of[r]].ranks[side] for r in comm.ranks]) if equal \
                         else comm.ranks
-                    transfers.append(self._price(comm.op, comm.elements * element, ranks))
-            for members, transfers in together.values():
-                self._add((op, unit, i), members, transfers)
+                    calls.setdefault(_root(parent, e), []).append((comm.op, comm.elements * element, ranks))
+            for root, group in members.items():
+                self._add((op, unit, i), group, *self._collective(tuple(calls.get(root, ()))))
         return len(phases)
 
-    def _price(self, op: CollectiveOp, nbytes: int, ranks: tuple[int, ...]) -> Transfer:
-        key = (op, nbytes, ranks)
-        if key not in self._prices:
-            self._prices[key] = collective(op, nbytes, ranks, self._cluster)
-        return self._prices[key]
+    def _collective(self, calls: tuple[tuple[CollectiveOp, int, tuple[int, ...]], ...]) -> tuple[float, Demands]:
+        """Collectives that happen together, as (operation, bytes, ranks)."""
+        if calls not in self._ports.known:
+            self._ports.known[calls] = self._ports.together(collective(*call, self._cluster) for call in calls)
+        return self._ports.known[calls]
 
 
 def alike(layout: Layout) -> list[int]:
