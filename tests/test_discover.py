@@ -40,7 +40,7 @@ def test_processes_on_one_core_share_it():
 
 
 @pytest.mark.parametrize(("ranks", "says"), [
-    ([(9999,)], "ranks names core 9999; this process may use "), ([], "ranks is empty"), ([()], "ranks names core none"),
+    ([(9999,)], "ranks names core 9999; this process may use "), ([], "ranks is empty"), ([()], "ranks names core no"),
 ])
 def test_cores_that_are_not_ours(ranks, says):
     with pytest.raises(InputError, match=says):

@@ -18,7 +18,7 @@ from mixfleet.calibrate.links import exchange, loopback_of
 from mixfleet.calibrate.pinned import Cores, run_pinned
 from mixfleet.cluster import BlockTime, Cluster, Device, Link
 from mixfleet.cluster_file import LOOPBACK
-from mixfleet.cost.kernels import block_cost, efficiency, optimizer_s
+from mixfleet.cost.kernels import block_cost, efficiency, fused_attention, optimizer_s
 from mixfleet.errors import InputError
 from mixfleet.job import Job
 
@@ -97,7 +97,8 @@ def profile_job(job: Job, cluster: Cluster, *, micro_batches: Sequence[int] = ()
         job.save(Path(folder, "job.yaml"))
         found = run_pinned(f"{__name__}:job_times", [d.cores for d in node.devices],
                            {"job_path": f"{folder}/job.yaml", "micro_batches": sizes,
-                            "kinds": [d.kind for d in node.devices]}, timeout_s=1800)
+                            "kinds": [d.kind for d in node.devices],
+                            "fused": [fused_attention(d, job) for d in node.devices]}, timeout_s=1800)
     alike: dict[Device, list[dict[str, Any]]] = defaultdict(list)
     for device, times in zip(node.devices, found):
         alike[_without_cores(device)].append(times)
@@ -141,7 +142,7 @@ def _digits(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def job_times(job_path: str, micro_batches: list[int], kinds: list[str]) -> dict[str, Any]:
+def job_times(job_path: str, micro_batches: list[int], kinds: list[str], fused: list[bool]) -> dict[str, Any]:
     """(CPU, wall) seconds of forward and backward per block kind and micro-batch, and of an optimizer step; `exchange`.
     """
     import torch
@@ -157,7 +158,8 @@ def job_times(job_path: str, micro_batches: list[int], kinds: list[str]) -> dict
         first_of.setdefault(block.kind, i)
     rows = []
     for kind, index in first_of.items():
-        (module,) = build_blocks(job.model, [index], device=device, dtype=dtype)
+        (module,) = build_blocks(job.model, [index], device=device, dtype=dtype,
+                                 attention="fused" if fused[rank] else "eager")
         for size in micro_batches:
             forward, backward = _block_times(job, index, module, size, device, dtype)
             rows.append({"block": kind, "micro_batch": size, "forward": forward, "backward": backward})
