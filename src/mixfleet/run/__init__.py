@@ -1,0 +1,13 @@
+"""Training by a plan. Importing this package does not import torch; the ranks do."""
+
+from mixfleet.run.launch import (
+    Options,
+    RankReport,
+    StepReport,
+    TrainError,
+    TrainResult,
+    torchrun_commands,
+    train,
+)
+
+__all__ = ["Options", "RankReport", "StepReport", "TrainError", "TrainResult", "torchrun_commands", "train"]

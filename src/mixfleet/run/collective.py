@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -19,7 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mixfleet.plan import Plan
 from mixfleet.program.layout import Move, Reduction
+from mixfleet.run.recorder import Recorder
+
+CHANNELS = ("G", "P", "R", "Y", "SA", "SG")
+"""Kinds of actions that send."""
 
 
 class Part(NamedTuple):
@@ -43,7 +48,7 @@ class Flat:
         self.data = data
         self.nbytes = data.untyped_storage().nbytes() if owner else 0
         self.held = True
-        self.task: Task | None = None
+        self.task: Running | None = None
         """The last transfer that reads or writes this buffer."""
 
     @classmethod
@@ -97,6 +102,10 @@ class Flat:
             self.data.untyped_storage().resize_(self.nbytes)
             self.held = True
 
+    @property
+    def idle(self) -> bool:
+        return self.task is None or self.task.done()
+
     def wait(self) -> None:
         """Until the last transfer that uses this buffer is done (on CUDA, only the current stream waits)."""
         if self.task is not None:
@@ -122,23 +131,35 @@ def merged(views: Iterable[Tensor]) -> list[Tensor]:
 class Task(Protocol):
     """A transfer under way."""
 
-    def wait(self) -> None: ...
+    def wait(self) -> Any: ...
 
 
-Steps: TypeAlias = Iterator[Sequence[dist.Work]]
+class Running(Task, Protocol):
+    """A transfer on a stream."""
+
+    def done(self) -> bool: ...
+
+
+Steps: TypeAlias = Iterator[Sequence[Task]]
 """A transfer as a generator that yields what it must wait for before it goes on."""
 
 
 class _Thread:
-    """Drives transfers in order on a worker thread; the caller has already posted the first messages."""
+    """Drives transfers in order on a worker thread."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, recorder: Recorder) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._recorder = recorder
+        self.name = name
 
-    def run(self, start: Callable[[], Steps]) -> Task:
-        steps = start()
-        first = next(steps, ())
-        return _Joined(self._pool.submit(_drive, steps, first))
+    def run(self, steps: Steps, name: str, category: str, *, post: bool) -> Running:
+        """Start a transfer; with `post`, its first messages go out at once, past what the thread still waits for."""
+        first = next(steps, ()) if post else ()
+        return _Joined(self._pool.submit(self._drive, steps, first, name, category))
+
+    def _drive(self, steps: Steps, first: Sequence[Task], name: str, category: str) -> None:
+        with torch.no_grad(), self._recorder.span(self.name, name, category):
+            _drive(steps, first)
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -151,26 +172,30 @@ class _Joined:
     def wait(self) -> None:
         self._future.result()
 
+    def done(self) -> bool:
+        return self._future.done()
 
-def _drive(steps: Steps, first: Sequence[dist.Work]) -> None:
-    with torch.no_grad():
-        for work in first:
-            work.wait()
-        for works in steps:
-            for work in works:
-                work.wait()
+
+def _drive(steps: Steps, first: Sequence[Task]) -> None:
+    for task in first:
+        task.wait()
+    for tasks in steps:
+        for task in tasks:
+            task.wait()
 
 
 class _CudaStream:
     """Enqueues transfers on a CUDA stream of their own; nothing blocks the host."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, name: str, recorder: Recorder, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._recorder = recorder
+        self.name = name
 
-    def run(self, start: Callable[[], Steps]) -> Task:
+    def run(self, steps: Steps, name: str, category: str, *, post: bool) -> Running:
         self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            _drive(start(), ())
+        with torch.no_grad(), torch.cuda.stream(self._stream), self._recorder.span(self.name, name, category):
+            _drive(steps, ())
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
         return _Recorded(event)
@@ -186,52 +211,72 @@ class _Recorded:
     def wait(self) -> None:
         torch.cuda.current_stream().wait_event(self._event)
 
+    def done(self) -> bool:
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+
+class Groups:
+    """The communicators of a plan. Every process of the default group makes them, in the same order.
+
+    gloo tells messages apart by tag; NCCL needs a communicator for each order of messages, one per kind of action.
+    """
+
+    def __init__(self, plan: Plan, *, cuda: bool) -> None:
+        self._process = {rank: i for i, rank in enumerate(plan.ranks)}
+        self.world: Any = self._make(plan.ranks)
+        self.channels: dict[str, Any] = {c: self._make(plan.ranks) if cuda else self.world for c in CHANNELS}
+        self.tensor: dict[int, Any] = {}
+        """The tensor-parallel group of each rank that has one."""
+        for pipeline in plan.pipelines:
+            for stage in pipeline.stages:
+                for ranks in (stage.ranks(r) for r in range(pipeline.replicas) if stage.tensor > 1):
+                    self.tensor.update(dict.fromkeys(ranks, self._make(ranks)))
+
+    def _make(self, ranks: Sequence[int]) -> Any:
+        return dist.new_group([self._process[r] for r in ranks])
+
 
 class Fabric:
-    """This rank's way to the others. Ranks are those of the cluster; `ranks` maps them to processes in order."""
+    """This rank's way to the others. Ranks are those of the cluster; the plan's, in order, are the processes."""
 
-    def __init__(self, ranks: Sequence[int], rank: int, device: torch.device) -> None:
-        self.ranks, self.rank, self.device = tuple(ranks), rank, device
-        self.process = {r: i for i, r in enumerate(self.ranks)}
-        self.sent: Counter[tuple[str, int, int]] = Counter()
-        """Payload bytes by (kind, source rank, destination rank); every rank counts what it sends."""
+    def __init__(self, plan: Plan, rank: int, device: torch.device, recorder: Recorder) -> None:
+        self.rank, self.device, self.recorder = rank, device, recorder
+        self._process = {r: i for i, r in enumerate(plan.ranks)}
+        self.sent: Counter[tuple[str, int]] = Counter()
+        """Payload bytes that this rank sent, by (kind of action, destination)."""
         self._lock = threading.Lock()
-        self._groups: dict[str, Any] = {}
         self._streams: dict[str, _Thread | _CudaStream] = {}
-        self.world: Any = dist.new_group([self.process[r] for r in self.ranks])
+        self.groups = Groups(plan, cuda=device.type == "cuda")
+        self.world = self.groups.world
 
-    def group(self, channel: str) -> Any:
-        """The communicator of a channel. gloo tells messages apart by tag; NCCL needs one for each order."""
-        if self.device.type != "cuda":
-            return self.world
-        return self._groups[channel]
-
-    def open(self, channels: Iterable[str]) -> None:
-        """Make the communicators, in the same order on all ranks."""
-        if self.device.type == "cuda":
-            for channel in channels:
-                self._groups[channel] = dist.new_group([self.process[r] for r in self.ranks])
-
-    def stream(self, name: str) -> _Thread | _CudaStream:
-        if name not in self._streams:
-            self._streams[name] = _CudaStream(self.device) if self.device.type == "cuda" else _Thread(name)
-        return self._streams[name]
+    def run(self, stream: str, steps: Steps, name: str, category: str, *, post: bool = True) -> Running:
+        """Carry out a transfer on a named stream, behind the earlier ones of that stream."""
+        if stream not in self._streams:
+            self._streams[stream] = (_CudaStream(stream, self.recorder, self.device) if self.device.type == "cuda"
+                                     else _Thread(stream, self.recorder))
+        return self._streams[stream].run(steps, name, category, post=post)
 
     def count(self, kind: str, dst: int, nbytes: int) -> None:
         with self._lock:
-            self.sent[kind, self.rank, dst] += nbytes
+            self.sent[kind, dst] += nbytes
 
-    def send(self, data: Tensor, dst: int, channel: str, tag: int) -> dist.Work:
+    def send(self, data: Tensor, dst: int, channel: str, tag: int) -> Task:
         """Start to send a contiguous tensor; it must stay unchanged until the work is done."""
         self.count(channel, dst, data.nbytes)
-        work = dist.isend(data, group=self.group(channel), group_dst=self.process[dst], tag=tag)
+        work = dist.isend(data, group=self.groups.channels[channel], group_dst=self._process[dst], tag=tag)
         assert work is not None
         return work
 
-    def receive(self, data: Tensor, src: int, channel: str, tag: int) -> dist.Work:
-        work = dist.irecv(data, group=self.group(channel), group_src=self.process[src], tag=tag)
+    def receive(self, data: Tensor, src: int, channel: str, tag: int) -> Task:
+        """Start to receive into a contiguous tensor."""
+        work = dist.irecv(data, group=self.groups.channels[channel], group_src=self._process[src], tag=tag)
         assert work is not None
         return work
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum over all ranks, in place, equal to the bit everywhere."""
+        dist.all_reduce(values, group=self.world)
+        return values
 
     def close(self) -> None:
         for stream in self._streams.values():
@@ -253,7 +298,7 @@ class Copies:
                          for src in dict.fromkeys(m.src for m in moves if m.dst == me)]
 
     def steps(self) -> Steps:
-        works = []
+        works: list[Task] = []
         scattered: list[tuple[Tensor, list[Tensor]]] = []
         for src, views in self.receives:
             message = views[0]
@@ -302,7 +347,7 @@ class Sums:
 
     def steps(self) -> Steps:
         arrived: dict[int, Iterator[Tensor]] = {}
-        works = []
+        works: list[Task] = []
         for src, sizes in self.receives:
             message = self.like.new_empty(sum(sizes))
             arrived[src] = iter(torch.split(message, sizes))
@@ -323,11 +368,17 @@ class Sums:
             _each(torch._foreach_copy_, target, total)
 
 
+def cut_alike(*lists: list[Tensor]) -> list[list[Tensor]]:
+    """Lists of 1-D views of equally many elements, cut further until they are cut at the same places."""
+    points = sorted({0, *(p for views in lists for p in accumulate(v.numel() for v in views))})
+    sizes = [b - a for a, b in pairwise(points)]
+    return [_cut(views, sizes) for views in lists]
+
+
 def _each(apply: Any, targets: list[Tensor], values: list[Tensor]) -> None:
     """Apply in place over two lists of views that cut the same elements differently."""
-    cuts = sorted({*accumulate(v.numel() for v in targets), *accumulate(v.numel() for v in values)})
-    sizes = [b - a for a, b in pairwise([0, *cuts])]
-    apply(_cut(targets, sizes), _cut(values, sizes))
+    a, b = cut_alike(targets, values)
+    apply(a, b)
 
 
 def _cut(views: list[Tensor], sizes: list[int]) -> list[Tensor]:
@@ -344,7 +395,7 @@ def _cut(views: list[Tensor], sizes: list[int]) -> list[Tensor]:
     return out
 
 
-def _send_all(fabric: Fabric, sends: list[tuple[int, list[Tensor]]], channel: str, tag: int) -> list[dist.Work]:
+def _send_all(fabric: Fabric, sends: list[tuple[int, list[Tensor]]], channel: str, tag: int) -> list[Task]:
     return [fabric.send(v[0] if len(v) == 1 else torch.cat(v), dst, channel, tag) for dst, v in sends]
 
 

@@ -1,0 +1,370 @@
+"""One rank carries out its role of a program with PyTorch.
+
+Actions run in the order of the list. State moves on streams of its own and is waited for at first use, by the buffer
+that it changes. Forward runs block by block as separate autograd segments, so that backward, gathers and reductions
+can go block by block as well.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mixfleet.job import Job
+from mixfleet.program.action import (
+    GATHER,
+    NORM,
+    PUBLISH,
+    RECV_ACT,
+    RECV_GRAD,
+    REDUCE,
+    RELEASE,
+    SEND_ACT,
+    SEND_GRAD,
+    STEP,
+    SYNC,
+    Action,
+    B,
+    F,
+    Role,
+)
+from mixfleet.program.layout import Layout
+from mixfleet.run.collective import Copies, Fabric, Sums, Task, overlaps
+from mixfleet.run.state import DTYPES, Unit, bind
+
+MicroBatch = tuple[Tensor | None, Tensor | None]
+"""Inputs (where the first block is) and targets (where the last is) of one micro-batch."""
+Shape = Callable[[int, int], tuple[int, ...]]
+"""(block, samples) -> shape of what enters that block, before sequence sharding."""
+
+_STREAMS = {GATHER: ("gather", "gather"), PUBLISH: ("gather", "gather"), REDUCE: ("reduce", "reduce"),
+            SYNC: ("reduce", "reduce")}
+_TAGS = {GATHER: 0, PUBLISH: 1, REDUCE: 2, SYNC: 4}
+_TAGS_PER_UNIT = 6
+_ACT_TAG, _GRAD_TAG = 1 << 20, (1 << 20) + 1
+_FIRST_LOSS_SCALE, _GROWTH_STEPS = 2.0**16, 2000
+
+
+class StepResult(NamedTuple):
+    """What all ranks know after a step."""
+
+    loss: float
+    """Mean over the valid tokens of the global batch."""
+    grad_norm: float
+    """Of the gradient of that mean, before clipping."""
+    valid: int
+    """Tokens that counted."""
+    stop: bool
+    """Whether some rank was asked to stop."""
+    skipped: bool = False
+    """The fp16 gradient overflowed and the step was not taken."""
+
+
+class _Arrival(NamedTuple):
+    """A message between stages under way: the parts it comes in, along the sequence."""
+
+    works: list[Task]
+    parts: list[Tensor]
+
+    def wait(self) -> Tensor:
+        for work in self.works:
+            work.wait()
+        return self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts, 1)
+
+
+class Interpreter:
+    """The state of one rank, and how it makes one optimizer step.
+
+    `modules` are the stage's blocks; their parameters become views into this rank's state. `shape` tells the shape
+    of activations between blocks. `loss` is applied to the last block's output, unless that takes the targets itself.
+    """
+
+    def __init__(self, role: Role, job: Job, layout: Layout, fabric: Fabric, modules: list[nn.Module], shape: Shape,
+                 loss: Callable[[Tensor, Tensor], Tensor] | None = None) -> None:
+        self.role, self.job, self.layout, self.fabric = role, job, layout, fabric
+        self.recorder, self.rank, self.device = fabric.recorder, fabric.rank, fabric.device
+        place = layout.places[self.rank]
+        self.pipeline = layout.plan.pipelines[role.pipeline]
+        self.stage = self.pipeline.stages[role.stage]
+        self.first, self.end = self.stage.blocks
+        self.place, self.shape = place, shape
+        self.dtype = DTYPES[job.precision]
+        self.is_first, self.is_last = self.first == 0, self.end == len(layout.model.blocks)
+        self.modules, self.loss = modules, loss
+        self.units: dict[int, Unit] = {}
+        self._exchanges: dict[tuple[str, int], Copies | Sums] = {}
+        for u in layout.units_of_stage(role.pipeline, role.stage):
+            self.units[u] = Unit(u, self.rank, layout, job, self.device)
+            bind(self.units[u], dict(zip(range(self.first, self.end), modules)), layout, self.rank)
+            self._make_exchanges(self.units[u])
+            self.units[u].release()
+        self.loss_scale = _FIRST_LOSS_SCALE if job.precision == "fp16" else 1.0
+        self.good_steps = 0
+        """fp16: steps since the last overflow or growth of the loss scale."""
+        self._units_of = {b: [self.units[u] for u in layout.units_of_block[b]] for b in range(self.first, self.end)}
+        self._weight_storages = {u.compute.data.untyped_storage()._cdata for u in self.units.values()}
+        self._routes = {a.peer: self._route(a.peer) for a in role.actions if a.peer >= 0}
+        self._do: dict[str, Callable[[Action], None]] = {
+            F: self._forward, B: self._backward, SEND_ACT: self._send, RECV_ACT: self._receive, SEND_GRAD: self._send,
+            RECV_GRAD: self._receive, GATHER: self._move, RELEASE: self._release, REDUCE: self._move,
+            SYNC: self._move, NORM: self._norm, STEP: self._step, PUBLISH: self._move}
+        self._values: dict[tuple[str, int, int], Tensor | _Arrival] = {}
+        """Activations `x` and gradients `g` at block boundaries, by (kind, block, micro-batch)."""
+        self._saved: dict[tuple[int, int], tuple[Tensor, Tensor | None, list[int]]] = {}
+        self._sending: list[Task] = []
+        self._reducing: deque[Unit] = deque()
+        self._passes = 0
+        self._batches: Sequence[MicroBatch] = ()
+        self._loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        self._lr, self._factor, self._stop = 0.0, 0.0, False
+        self._result: StepResult | None = None
+
+    # --- setting up ----------------------------------------------------------------------------------------------
+
+    def _make_exchanges(self, unit: Unit) -> None:
+        index, layout = unit.index, self.layout
+        for op in {a.op for a in self.role.actions if a.op in _TAGS and a.lo == index}:
+            tag = index * _TAGS_PER_UNIT + _TAGS[op]
+            exchange: Copies | Sums
+            if op == GATHER:
+                exchange = Copies(self.fabric, layout.gather(index), unit.weights, unit.compute, op, tag)
+            elif op == PUBLISH:
+                exchange = Copies(self.fabric, layout.publish(index), unit.updated, unit.weights, op, tag)
+            elif op == REDUCE:
+                exchange = Sums(self.fabric, layout.reduce(index), unit.grad, unit.acc, op, tag, accumulate=True)
+            else:
+                exchange = Sums(self.fabric, layout.sync(index), unit.acc, unit.own, op, tag)
+            self._exchanges[op, index] = exchange
+
+    def _route(self, peer: int) -> list[tuple[int, int, int]]:
+        """How this rank's shard of the sequence meets those of another stage: (rank, from, to), counted in the shard.
+
+        Stages of unequal tensor degree cut the sequence differently; each overlap is one message.
+        """
+        other = self.pipeline.stages[peer]
+        ranks = other.ranks(self.layout.plan.replicas[self.place.replica][1])
+        length = self.shape(self.first, 1)[1] if len(self.shape(self.first, 1)) > 2 else 1
+        start = length * self.place.tensor_index // self.stage.tensor
+        return [(ranks[j], lo - start, hi - start)
+                for j, lo, hi in overlaps(length, self.stage.tensor, self.place.tensor_index, other.tensor)]
+
+    # --- a step ----------------------------------------------------------------------------------------------------
+
+    def step(self, batches: Sequence[MicroBatch], lr: float, *, stop: bool = False) -> StepResult:
+        """One optimizer step on this rank's micro-batches. `stop` asks all ranks to stop after it."""
+        self._batches, self._lr, self._stop = batches, lr, stop
+        self._loss.zero_()
+        self._passes += 1
+        for unit in self.units.values():
+            if unit.reduced:
+                unit.acc.data.zero_()
+        for action in self.role.actions:
+            self._do[action.op](action)
+        for work in self._sending:
+            work.wait()
+        self._sending.clear()
+        assert self._result is not None
+        return self._result
+
+    def finish(self) -> None:
+        """Wait for everything under way, so that the state can be read."""
+        for unit in self.units.values():
+            unit.weights.wait()
+            unit.compute.wait()
+
+    def _forward(self, action: Action) -> None:
+        x = self._input(action)
+        for b in range(action.lo, action.hi):
+            for unit in self._units_of[b]:
+                unit.compute.wait()
+            with self.recorder.span("compute", f"F{b}.{action.mb}", "forward"):
+                leaf = x if b == 0 else x.detach().requires_grad_()
+                held: list[int] = []
+                if self.stage.recompute == "full":
+                    with torch.no_grad():
+                        out = self._run(b, leaf, action.mb)
+                    self._saved[b, action.mb] = leaf, None, held
+                else:
+                    with self.recorder.saving(held, self._weight_storages):
+                        out = self._run(b, leaf, action.mb)
+                    self._saved[b, action.mb] = leaf, out, held
+                self.recorder.hold(leaf, held)
+            self._mark(f"F{b}.{action.mb}")
+            x = out.detach()
+        if action.hi == len(self.layout.model.blocks):
+            self._loss += x
+        else:
+            self._values["x", action.hi, action.mb] = x
+
+    def _input(self, action: Action) -> Tensor:
+        if action.lo == 0:
+            tokens = self._batches[action.mb][0]
+            assert tokens is not None
+            return tokens
+        return self._take("x", action.lo, action.mb)
+
+    def _take(self, kind: str, block: int, mb: int) -> Tensor:
+        value = self._values.pop((kind, block, mb))
+        if isinstance(value, Tensor):
+            return value
+        with self.recorder.span("p2p", f"{'RA' if kind == 'x' else 'RG'}{block}.{mb}", "recv"):
+            return value.wait()
+
+    def _run(self, block: int, x: Tensor, mb: int) -> Tensor:
+        module, targets = self.modules[block - self.first], self._batches[mb][1]
+        if block < len(self.layout.model.blocks) - 1:
+            out: Tensor = module(x)
+        elif self.loss is None:
+            out = module(x, targets)
+        else:
+            assert targets is not None
+            out = self.loss(module(x), targets)
+        return out
+
+    def _backward(self, action: Action) -> None:
+        blocks, mb = self.layout.model.blocks, action.mb
+        clear_for = self._passes * len(self._batches) + (mb if self.units and self._reduces else 0)
+        for b in reversed(range(action.lo, action.hi)):
+            for unit in self._units_of[b]:
+                unit.compute.wait()
+                self._clear(unit, clear_for)
+            grad = (torch.tensor(self.loss_scale / self.job.tokens_per_step, dtype=torch.float64, device=self.device)
+                    if b == len(blocks) - 1 else self._take("g", b + 1, mb))
+            leaf, out, held = self._saved.pop((b, mb))
+            if out is None:
+                with self.recorder.span("compute", f"C{b}.{mb}", "recompute"), \
+                        self.recorder.saving(held, self._weight_storages):
+                    out = self._run(b, leaf, mb)
+                self._mark(f"C{b}.{mb}")
+            with self.recorder.span("compute", f"B{b}.{mb}", "backward"):
+                if out.requires_grad:
+                    torch.autograd.backward(out, grad.to(out.dtype))
+            self.recorder.drop(held)
+            if b > 0:
+                self._values["g", b, mb] = leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
+                leaf.grad = None
+            self._mark(f"B{b}.{mb}")
+
+    @property
+    def _reduces(self) -> bool:
+        return next(iter(self.units.values())).reduced
+
+    def _clear(self, unit: Unit, clear_for: int) -> None:
+        """Zero the gradient buffer before the first backward of a step, or of a micro-batch where hop 1 empties it."""
+        if unit.cleared_for != clear_for:
+            unit.cleared_for = clear_for
+            if unit in self._reducing:
+                self._reducing.remove(unit)
+            unit.grad.wait()
+            unit.grad.restore()
+            unit.grad.data.zero_()
+
+    # --- between stages ----------------------------------------------------------------------------------------------
+
+    def _send(self, action: Action) -> None:
+        act = action.op == SEND_ACT
+        value = self._values.pop(("x", action.hi, action.mb) if act else ("g", action.lo, action.mb))
+        assert isinstance(value, Tensor)
+        route = self._routes[action.peer]
+        parts = [value] if len(route) == 1 else [value[:, lo:hi] for _, lo, hi in route]
+        works = [self.fabric.send(part.contiguous(), rank, action.op, _ACT_TAG if act else _GRAD_TAG)
+                 for part, (rank, _, _) in zip(parts, route)]
+        if self.recorder.on:
+            works = [self.fabric.run("p2p", iter((works,)), str(action), "send")]
+        self._sending += works
+
+    def _receive(self, action: Action) -> None:
+        act = action.op == RECV_ACT
+        block = action.lo if act else action.hi
+        channel, tag = (SEND_ACT, _ACT_TAG) if act else (SEND_GRAD, _GRAD_TAG)
+        samples, *rest = self.shape(block, self.pipeline.micro_batches[action.mb])
+        route = self._routes[action.peer]
+        parts = []
+        for _, lo, hi in route:
+            cut = [hi - lo, *rest[1:]] if len(rest) > 1 else rest
+            parts.append(torch.empty(samples, *cut, dtype=self.dtype, device=self.device))
+        works = [self.fabric.receive(part, rank, channel, tag) for part, (rank, _, _) in zip(parts, route)]
+        self._values["x" if act else "g", block, action.mb] = _Arrival(works, parts)
+
+    # --- state -----------------------------------------------------------------------------------------------------
+
+    def _move(self, action: Action) -> None:
+        """G, P, R or Y: start the exchange; what it touches remembers the task."""
+        unit, op = self.units[action.lo], action.op
+        stream, category = _STREAMS[op]
+        source, target = {GATHER: (unit.weights, unit.compute), PUBLISH: (unit.updated, unit.weights),
+                          REDUCE: (unit.grad, unit.acc), SYNC: (unit.acc, unit.own)}[op]
+        if op == GATHER:
+            unit.compute.restore()
+        # Earlier tasks on these buffers are on the same stream: the messages may have to wait there for their turn.
+        task = self.fabric.run(stream, self._exchanges[op, action.lo].steps(), str(action), category,
+                               post=source.idle and (op == REDUCE or target.idle))
+        source.task = target.task = task
+        if op == REDUCE:
+            self._reducing.append(unit)
+            if len(self._reducing) > 1:
+                self._reducing.popleft().grad.release()
+
+    def _release(self, action: Action) -> None:
+        self.units[action.lo].compute.release()
+
+    def _norm(self, action: Action) -> None:
+        while self._reducing:
+            self._reducing.popleft().grad.release()
+        for unit in self.units.values():
+            unit.acc.wait()
+            unit.own.wait()
+        with self.recorder.span("compute", "N", "optimizer"):
+            counts = self.is_last and self.place.tensor_index == 0
+            views = [v for unit in self.units.values() for v in unit.norm_views]
+            square = (torch.stack(torch._foreach_norm(views)).double().square().sum() if views
+                      else torch.zeros((), dtype=torch.float64, device=self.device))
+            valid = sum(self._valid(t) for _, t in self._batches) if counts else 0
+            mine = torch.stack([self._loss if counts else torch.zeros_like(self._loss), square,
+                                square.new_full((), float(valid)), square.new_full((), float(self._stop))])
+            loss, square_sum, tokens, stop = self.fabric.sum(mine).tolist()
+            factor = self.job.tokens_per_step / tokens / self.loss_scale if tokens else 0.0
+            norm = square_sum**0.5 * factor
+            skipped = self._adapt_loss_scale(norm)
+            clip = self.job.clip_norm
+            self._factor = factor * min(1.0, clip / (norm + 1e-6)) if clip else factor
+            self._result = StepResult(loss / tokens if tokens else 0.0, norm, int(tokens), stop > 0, skipped)
+
+    def _valid(self, targets: Tensor | None) -> int:
+        if targets is None:
+            return 0
+        return targets.numel() if targets.is_floating_point() else int((targets >= 0).sum())
+
+    def _adapt_loss_scale(self, norm: float) -> bool:
+        """fp16: halve the scale and skip the step after an overflow, double it after many good steps."""
+        if self.job.precision != "fp16":
+            return False
+        if norm != norm or norm == float("inf"):
+            self.loss_scale, self.good_steps = self.loss_scale / 2, 0
+            return True
+        self.good_steps += 1
+        if self.good_steps == _GROWTH_STEPS:
+            self.loss_scale, self.good_steps = self.loss_scale * 2, 0
+        return False
+
+    def _step(self, action: Action) -> None:
+        assert self._result is not None
+        if not self._result.skipped:
+            with self.recorder.span("compute", str(action), "optimizer"):
+                self.units[action.lo].step(self._factor, self._lr)
+
+    def _mark(self, what: str) -> None:
+        if self.recorder.on:
+            self.recorder.mark(what, self.state_bytes)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of state held now, temporary buffers included."""
+        flats = {id(f): f for unit in self.units.values()
+                 for f in (unit.compute, unit.grad, unit.weights, unit.acc, unit.own, unit.updated, unit.value)}
+        return sum(f.nbytes for f in flats.values() if f.held) + sum(
+            u.optimizer.nbytes for u in self.units.values())

@@ -1,0 +1,303 @@
+"""Starting a training run: local ranks of its own, or as one process of `torchrun`. This module does not need torch."""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import shlex
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mixfleet.cluster import Cluster
+from mixfleet.errors import InputError
+from mixfleet.job import Job
+from mixfleet.plan import Plan, why_not
+from mixfleet.spec import Spec
+from mixfleet.trace import Trace
+
+if TYPE_CHECKING:
+    from mixfleet.run.source import Source
+
+_GRACE_S = 1.0
+"""How long to collect failures after the first: the cause may arrive after its consequences."""
+
+
+class Options(Spec, frozen=True, kw_only=True):
+    """How far to train and what to keep."""
+
+    steps: int
+    """Step at which training ends, counted from the very first one."""
+    out_dir: str = ""
+    """Where checkpoints, metrics and the trace go; empty writes nothing."""
+    resume: str = ""
+    """A checkpoint, or a directory that holds some (then the newest)."""
+    checkpoint_every: int = 0
+    """Steps between checkpoints; 0 writes one at the end only."""
+    keep: int = 2
+    trace_steps: int = 0
+    """How many of the last steps to record."""
+
+
+class StepReport(Spec, frozen=True, kw_only=True):
+    """One step, as the first rank saw it."""
+
+    step: int
+    """Steps done."""
+    loss: float
+    grad_norm: float
+    lr: float
+    seconds: float
+    tokens: int
+    """Tokens that counted: masked ones are left out."""
+    tokens_per_s: float
+    skipped: bool = False
+
+
+class RankReport(Spec, frozen=True, kw_only=True):
+    """What one rank held and sent."""
+
+    rank: int
+    state_bytes: dict[str, int]
+    """Bytes that stay between steps: weights, gradients, optimizer (with master weights)."""
+    peak_bytes: int
+    """Most that the allocator of a GPU held; 0 on a CPU."""
+    sent: dict[str, int]
+    """Payload bytes sent in all steps, by `kind@destination`; kinds are those of actions, `T` is tensor parallelism."""
+
+
+class TrainResult(Spec, frozen=True, kw_only=True):
+    """What training came to."""
+
+    step: int
+    losses: tuple[float, ...]
+    stopped: bool
+    """It was asked to stop before its last step."""
+    trace: Trace | None = None
+    checkpoint: str = ""
+    ranks: tuple[RankReport, ...] = ()
+
+
+class TrainError(RuntimeError):
+    """Training failed, though nothing was wrong with the input. `details` is the traceback of the causing rank."""
+
+    def __init__(self, message: str, details: str = "") -> None:
+        super().__init__(message)
+        self.details = details
+
+
+def train(plan: Plan, job: Job, cluster: Cluster, *, steps: int | None = None, out_dir: Path | str = "",
+          resume: Path | str = "", checkpoint_every: int = 0, keep: int = 2, trace_steps: int = 0,
+          base: Path | str = "", source: Source | None = None, on_step: Callable[[StepReport], None] | None = None
+          ) -> TrainResult | None:
+    """Train by a plan: with local processes, one per device of the plan, or as one process under `torchrun`.
+
+    `steps` is the step to end at, by default the job's. `base` is the directory of a relative `data.path`. `on_step`
+    is called after every step, in the calling process (under torchrun, on the first rank). SIGINT and SIGTERM end
+    the run after the step under way, with a checkpoint if there is an `out_dir`.
+    Returns None on all ranks of torchrun but the first. Raises InputError, and TrainError if a rank fails or dies.
+    """
+    reason = why_not(plan, job, cluster)
+    if reason:
+        raise InputError(reason)
+    options = Options(steps=job.steps if steps is None else steps, out_dir=str(out_dir), resume=str(resume),
+                      checkpoint_every=checkpoint_every, keep=keep, trace_steps=trace_steps)
+    if out_dir:
+        try:
+            Path(out_dir).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"cannot be made: {error.strerror}", where=str(out_dir)) from None
+    report = on_step or (lambda _: None)
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return _under_torchrun(plan, job, cluster, source, Path(base), options, report)
+    return _Local(plan, job, cluster, source, Path(base), options, report).run()
+
+
+def torchrun_commands(plan: Plan, cluster: Cluster, arguments: Sequence[str], *, port: int = 29500
+                      ) -> list[tuple[str, str]]:
+    """(node, command) for every node that the plan uses; each starts as many processes as the plan has there."""
+    used = [i for i in range(len(cluster.nodes)) if any(cluster.node_of[r] == i for r in plan.ranks)]
+    head = cluster.nodes[used[0]].name
+    commands = []
+    for number, node in enumerate(used):
+        processes = sum(cluster.node_of[r] == node for r in plan.ranks)
+        words = ["torchrun", f"--nnodes={len(used)}", f"--node-rank={number}", f"--nproc-per-node={processes}",
+                 f"--master-addr={head}", f"--master-port={port}", "--no-python", "mixfleet", "train", *arguments]
+        commands.append((cluster.nodes[node].name, shlex.join(words)))
+    return commands
+
+
+def _device_name(cluster: Cluster, rank: int) -> str:
+    return f"rank {rank} ({cluster.devices[rank].name} on node {cluster.nodes[cluster.node_of[rank]].name})"
+
+
+def _source(source: Source | None, job: Job, base: Path) -> Source:
+    if source is not None:
+        return source
+    from mixfleet.run.source import DecoderSource
+
+    return DecoderSource(job, base)
+
+
+def _under_torchrun(plan: Plan, job: Job, cluster: Cluster, source: Source | None, base: Path, options: Options,
+                    report: Callable[[StepReport], None]) -> TrainResult | None:
+    process, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if world != len(plan.ranks):
+        raise InputError(f"torchrun started {world} processes; the plan has {len(plan.ranks)} ranks. On each node: "
+                         + "; ".join(c for _, c in torchrun_commands(plan, cluster, ["PLAN"])))
+    from mixfleet.run import worker
+
+    def tell(message: Any) -> None:
+        if isinstance(message, StepReport):
+            report(message)
+
+    try:
+        return worker.run(plan, job, cluster, _source(source, job, base), options, process, tell)
+    except InputError:
+        raise
+    except Exception as error:
+        found = worker.failure(plan.ranks[process], error)
+        raise TrainError(f"{_device_name(cluster, found.rank)}: {found.message}", found.details) from error
+
+
+def _child(plan: Plan, job: Job, cluster: Cluster, source: Source | None, base: Path, options: Options, process: int,
+           init_method: str, pipe: Any) -> None:
+    """A local rank. The affinity comes first: torch counts its threads by it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    cores = cluster.devices[plan.ranks[process]].cores
+    if cores and hasattr(os, "sched_setaffinity"):
+        allowed = set(cores) & os.sched_getaffinity(0)
+        os.sched_setaffinity(0, allowed or os.sched_getaffinity(0))
+    if all(cluster.node_of[r] == cluster.node_of[plan.ranks[0]] for r in plan.ranks) and sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("OMP_NUM_THREADS", str(len(cores) or 1))
+    from mixfleet.run import worker
+
+    try:
+        pipe.send(worker.run(plan, job, cluster, _source(source, job, base), options, process, pipe.send,
+                             init_method=init_method, local=True))
+    except BaseException as error:
+        pipe.send(worker.failure(plan.ranks[process], error))
+        pipe.close()
+        os._exit(1)
+
+
+class _Local:
+    """Local ranks and their parent, which watches them: the first failure ends the run, with one message."""
+
+    def __init__(self, plan: Plan, job: Job, cluster: Cluster, source: Source | None, base: Path, options: Options,
+                 report: Callable[[StepReport], None]) -> None:
+        self.plan, self.cluster, self.options, self.report = plan, cluster, options, report
+        self._arguments = plan, job, cluster, source, base, options
+        self._processes: list[Any] = []
+        self._pipes: dict[Any, int] = {}
+        self._step, self._checkpoint = 0, ""
+        self._failures: list[Any] = []
+        self._dead: list[tuple[int, int]] = []
+        self._result: TrainResult | None = None
+
+    def run(self) -> TrainResult:
+        context = multiprocessing.get_context("spawn")
+        with tempfile.TemporaryDirectory(prefix="mixfleet-") as directory, self._signals():
+            try:
+                for process in range(len(self.plan.ranks)):
+                    here, there = context.Pipe(duplex=False)
+                    child = context.Process(target=_child, daemon=True, args=(
+                        *self._arguments, process, f"file://{directory}/rendezvous", there))
+                    child.start()
+                    there.close()
+                    self._processes.append(child)
+                    self._pipes[here] = process
+                self._watch()
+            finally:
+                for child in self._processes:
+                    if child.is_alive():
+                        child.kill()
+                    child.join()
+        if self._failures or self._dead:
+            raise self._error()
+        assert self._result is not None
+        return self._result
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """The first interrupt asks the ranks to stop after the step under way, the second ends them."""
+        asked = [0]
+
+        def handle(signum: int, frame: Any) -> None:
+            asked[0] += 1
+            if asked[0] > 1:
+                raise KeyboardInterrupt
+            for child in self._processes:
+                child.terminate()
+
+        try:
+            before = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM)}
+        except ValueError:  # not the main thread: signals are the caller's affair
+            yield
+            return
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _watch(self) -> None:
+        """Until all ranks are done, or a moment after the first failure."""
+        sentinels = {child.sentinel: i for i, child in enumerate(self._processes)}
+        deadline: float | None = None
+        while sentinels or self._pipes:
+            timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+            ready = multiprocessing.connection.wait([*sentinels, *self._pipes], timeout)
+            if not ready and deadline is not None:
+                return
+            for item in ready:
+                if item in self._pipes:
+                    self._hear(item)
+                else:
+                    process = sentinels.pop(item)
+                    child = self._processes[process]
+                    child.join()
+                    if child.exitcode:
+                        self._dead.append((process, child.exitcode))
+            if (self._failures or self._dead) and deadline is None:
+                deadline = time.monotonic() + _GRACE_S
+
+    def _hear(self, pipe: Any) -> None:
+        try:
+            message = pipe.recv()
+        except (EOFError, OSError):
+            del self._pipes[pipe]
+            return
+        if isinstance(message, StepReport):
+            self._step = message.step
+            self.report(message)
+        elif isinstance(message, TrainResult):
+            self._result = message
+        elif isinstance(message, tuple):
+            self._step, self._checkpoint = message
+        elif message is not None:
+            self._failures.append(message)
+
+    def _error(self) -> Exception:
+        """The one error to show: a death comes before an exception, and that before what only follows from it."""
+        reported = {f.rank for f in self._failures}
+        silent = [(self.plan.ranks[p], code) for p, code in self._dead if self.plan.ranks[p] not in reported]
+        causes = sorted(self._failures, key=lambda f: (f.secondary, not f.bad_input))
+        if silent:
+            rank, code = silent[0]
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            what, details = f"{_device_name(self.cluster, rank)} {how}", ""
+        elif causes[0].bad_input:
+            return InputError(causes[0].message)
+        else:
+            what, details = f"{_device_name(self.cluster, causes[0].rank)}: {causes[0].message}", causes[0].details
+        saved = self._checkpoint or self.options.resume
+        after = (f"The last checkpoint is {saved}" if saved else "There is no checkpoint yet")
+        return TrainError(f"{what}, after step {self._step}; the other ranks were stopped. {after}.", details)

@@ -1,0 +1,130 @@
+"""What is trained, and on what: the modules of a stage, their first values, and the samples of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from mixfleet.errors import InputError
+from mixfleet.job import Job
+from mixfleet.plan import Stage
+from mixfleet.run.data import Batches, open_batches
+from mixfleet.run.modules import build_blocks, initial_values
+from mixfleet.run.state import DTYPES
+from mixfleet.run.tensor import TensorGroup
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+class Source(Protocol):
+    """Everything that a rank needs besides the plan. It is sent to every rank, so it must pickle."""
+
+    loss: Loss | None
+    """Applied to the last block's output and the targets; None if the last block takes the targets itself."""
+
+    def modules(self, stage: Stage, group: TensorGroup, device: torch.device, *, fused: bool) -> list[nn.Module]:
+        """The blocks of a stage; `fused` attention keeps no scores. The runtime puts its own parameters in place."""
+
+    def initial(self, tensor: str, kind: str, lo: int, hi: int) -> Tensor:
+        """First values of a weight, elements [lo, hi) of its flat order with the cut dimension first."""
+
+    def shape(self, block: int, samples: int) -> tuple[int, ...]:
+        """Shape of what enters a block, whole in the tensor-parallel group."""
+
+    def open(self, first_step: int, first_position: int) -> None:
+        """Make the data ready, on the rank that reads it."""
+
+    def position(self, step: int) -> int:
+        """Samples used before a step."""
+
+    def batch(self, step: int, lo: int, hi: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets at places [lo, hi) of the step's global batch."""
+
+
+class DecoderSource:
+    """A job's own model and data."""
+
+    loss: Loss | None = None
+
+    def __init__(self, job: Job, base: Path = Path()) -> None:
+        self.job, self.base = job, base
+
+    def modules(self, stage: Stage, group: TensorGroup, device: torch.device, *, fused: bool) -> list[nn.Module]:
+        return build_blocks(self.job.model, range(*stage.blocks), group, seed=self.job.seed, device="meta",
+                            dtype=DTYPES[self.job.precision], attention="fused" if fused else "eager",
+                            recompute=stage.recompute, initialize=False)
+
+    def initial(self, tensor: str, kind: str, lo: int, hi: int) -> Tensor:
+        return initial_values(self.job.model, self.job.seed, tensor, lo, hi)
+
+    def shape(self, block: int, samples: int) -> tuple[int, ...]:
+        return samples, self.job.seq_len, self.job.model.hidden
+
+    def open(self, first_step: int, first_position: int) -> None:
+        self._batches = open_batches(self.job, self.base, first_step=first_step, first_position=first_position)
+
+    def position(self, step: int) -> int:
+        return self._batches.position(step)
+
+    def batch(self, step: int, lo: int, hi: int) -> tuple[Tensor, Tensor]:
+        return self._batches.batch(step, lo, hi)
+
+
+class _Numbered:
+    """A corpus that is known by its length only."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def read(self, indices: np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+             ) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+        return indices
+
+
+class ModulesSource:
+    """Any chain of modules, trained on tensors of samples.
+
+    `blocks[i]` maps the output of `blocks[i - 1]` to its own; `loss(output, targets)` is the sum over the samples of
+    the micro-batch. `shapes[i]` is the shape per sample of what enters block i. There is no tensor parallelism.
+    Buffers, such as BatchNorm's statistics, stay local to each replica.
+    """
+
+    def __init__(self, job: Job, blocks: list[nn.Module], loss: Loss, inputs: Tensor, targets: Tensor,
+                 shapes: list[tuple[int, ...]]) -> None:
+        self.job, self.blocks, self.inputs, self.targets, self.shapes = job, blocks, inputs, targets, shapes
+        self.loss: Loss | None = loss
+
+    def modules(self, stage: Stage, group: TensorGroup, device: torch.device, *, fused: bool) -> list[nn.Module]:
+        if stage.tensor > 1:
+            raise InputError(f"tensor is {stage.tensor}; modules have no tensor parallelism, so it must be 1")
+        chosen = [self.blocks[b] for b in range(*stage.blocks)]
+        self._first = {(b, name): param.detach().clone() for b, module in zip(range(*stage.blocks), chosen)
+                       for name, param in module.named_parameters()}
+        return [module.to(device, DTYPES[self.job.precision]) for module in chosen]
+
+    def initial(self, tensor: str, kind: str, lo: int, hi: int) -> Tensor:
+        block, _, name = tensor.partition("/")
+        index = next(i for i, b in enumerate(self.job.model.blocks) if b.name == block)
+        return self._first[index, name].reshape(-1)[lo:hi]
+
+    def shape(self, block: int, samples: int) -> tuple[int, ...]:
+        return samples, *self.shapes[block]
+
+    def open(self, first_step: int, first_position: int) -> None:
+        self._batches = Batches(_Numbered(len(self.inputs)), self.job.global_batch, self.job.seed,
+                                first_step=first_step, first_position=first_position)
+
+    def position(self, step: int) -> int:
+        return self._batches.position(step)
+
+    def batch(self, step: int, lo: int, hi: int) -> tuple[Tensor, Tensor]:
+        chosen = torch.from_numpy(self._batches.samples(step, lo, hi))
+        return self.inputs[chosen], self.targets[chosen]

@@ -1,0 +1,192 @@
+"""The training state of one unit on one rank: buffers, and how the module parameters lie in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mixfleet.job import Job
+from mixfleet.program.action import GATHER, REDUCE
+from mixfleet.program.layout import Kind, Layout, cut
+from mixfleet.run.collective import Flat, Part, cut_alike
+from mixfleet.run.optim import FlatOptimizer, Run
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16,
+          "fp16": torch.float16}
+
+Read = Callable[[str, str, int, int], Tensor]
+"""(tensor key, kind, lo, hi) -> those elements in canonical flat order. Kinds: `weights` and the moments."""
+
+
+class Numbers(NamedTuple):
+    """The types of a job's tensors."""
+
+    compute: torch.dtype
+    gradient: torch.dtype
+    master: torch.dtype | None
+
+    @classmethod
+    def of(cls, job: Job) -> Numbers:
+        compute = DTYPES[job.precision]
+        gradient = {8: torch.float64, 4: torch.float32}.get(job.bytes.gradient_bytes, compute)
+        return cls(compute, gradient, torch.float32 if job.bytes.master_bytes else None)
+
+
+class Unit:
+    """The state of one unit on one rank.
+
+    `compute` is what modules read and `weights` the permanent piece: one buffer, unless weights are sharded. Backward
+    adds to `grad`; `acc` is the permanent piece of the gradient, `own` the gradient of the owned optimizer piece,
+    `updated` its weights in compute type, `value` what the optimizer works on. Those that coincide share memory.
+    """
+
+    def __init__(self, index: int, rank: int, layout: Layout, job: Job, device: torch.device) -> None:
+        numbers, place = Numbers.of(job), layout.places[rank]
+        self.index, self._layout = index, layout
+        self.sharded, self.reduced = layout.needed(GATHER, index), layout.needed(REDUCE, index)
+        held, columns = layout.held(index, rank), layout.columns(index)
+
+        def pieces(kind: Kind) -> list[tuple[int, int, int]]:
+            return [(c, *layout.piece(kind, index, c, place.replica)) for c in held]
+
+        parts = [Part(c, a, a + n, at) for c in held for a, at, n in layout.segments(index, c, rank)]
+        count = layout.compute_elements(index, rank)
+        self.compute = Flat(parts, torch.zeros(count, dtype=numbers.compute, device=device))
+        self.grad = Flat(parts, torch.zeros(count, dtype=numbers.gradient, device=device))
+        self.weights = Flat.packed(pieces("weights"), numbers.compute, device) if self.sharded else self.compute
+        self.acc = Flat.packed(pieces("gradients"), numbers.gradient, device) if self.reduced else self.grad
+        self._owned = owned = pieces("optimizer")
+        self.own = self.acc.narrowed(owned) or Flat.packed(owned, numbers.gradient, device)
+        self.updated = self.weights.narrowed(owned) or Flat.packed(owned, numbers.compute, device)
+        self.value = Flat.packed(owned, numbers.master, device) if numbers.master else self.updated
+        first = place.replica in layout.group("optimizer", 0)
+        self.counted = [piece for piece in owned if first and columns[piece[0]].holders[place.replica][0] == rank]
+        """Owned intervals that this rank alone adds to the norm and writes to checkpoints."""
+        self._local = [] if self.updated.data is self.weights.data else [
+            (c, max(a, x), min(b, y)) for c, a, b in owned for d, x, y in pieces("weights")
+            if c == d and max(a, x) < min(b, y)]
+        params = {t.key: t.param for t in layout.units[index].tensors}
+        runs = []
+        at = 0
+        for c, lo, hi in owned:
+            for key, a, b, offset in layout.slices(index, c, lo, hi):
+                if params[key].trainable:
+                    runs.append(Run(at + offset, at + offset + b - a, len(params[key].shape) > 1))
+            at += hi - lo
+        buffers = [self.value, self.own, *([self.updated] if numbers.master else [])]
+        self._value, self._gradient, *rest = cut_alike(
+            *([v for c, lo, hi in owned if lo < hi for v in flat.views(c, lo, hi)] for flat in buffers))
+        self._copy = rest[0] if rest else []
+        self.optimizer = FlatOptimizer(job.optimizer, runs, self._value)
+        self.norm_views = [v for c, lo, hi in self.counted if lo < hi for v in self.own.views(c, lo, hi)]
+        self.cleared_for = -1
+        """The backward pass that the gradient buffer was last cleared for."""
+
+    def release(self) -> None:
+        """Give back the buffers that exist only while they are used, once everything that views them is made."""
+        if self.sharded:
+            self.compute.release()
+        if self.reduced:
+            self.grad.release()
+
+    @property
+    def permanent_bytes(self) -> dict[str, int]:
+        """Bytes that stay between steps."""
+        distinct = {id(f): f for f in (self.weights, self.updated, self.acc, self.own, self.value)}.values()
+        kinds = {id(self.weights): "weights", id(self.acc): "gradients", id(self.own): "gradients"}
+        total = {"weights": 0, "gradients": 0, "optimizer": self.optimizer.nbytes}
+        for flat in distinct:
+            total[kinds.get(id(flat), "optimizer")] += flat.nbytes
+        return total
+
+    def step(self, scale: Tensor | float, lr: float) -> None:
+        """Update the owned piece."""
+        self.weights.wait()
+        self.compute.wait()
+        self.optimizer.step(self._value, self._gradient, scale, lr, self._copy)
+        self._keep_own()
+
+    def _keep_own(self) -> None:
+        for c, lo, hi in self._local:
+            for into, new in zip(*cut_alike(self.weights.views(c, lo, hi), self.updated.views(c, lo, hi))):
+                into.copy_(new)
+
+    def _slices(self) -> Iterator[tuple[str, int, int, list[Tensor], int, bool]]:
+        """The owned piece by tensors: key, from, to, the values, where the moments lie, whether it is counted here."""
+        at = 0
+        for c, lo, hi in self._owned:
+            for key, a, b, offset in self._layout.slices(self.index, c, lo, hi):
+                values = self.value.views(c, lo + offset, lo + offset + b - a)
+                yield key, a, b, values, at + offset, (c, lo, hi) in self.counted
+            at += hi - lo
+
+    def fill(self, read: Read, *, moments: bool) -> None:
+        """Set weights, and with `moments` the optimizer's state, from whoever knows intervals of whole tensors."""
+        for flat in dict.fromkeys((self.weights, self.updated, self.value)):
+            for part in flat.parts:
+                for key, a, b, offset in self._layout.slices(self.index, part.column, part.lo, part.hi):
+                    at = part.offset + offset
+                    flat.data[at:at + b - a].copy_(read(key, "weights", a, b))
+        if moments:
+            for key, a, b, _, at, _ in self._slices():
+                for kind, state in self.optimizer.state.items():
+                    state[at:at + b - a].copy_(read(key, kind, a, b))
+
+    def pieces(self) -> Iterator[tuple[str, str, int, int, Tensor]]:
+        """What this rank writes to a checkpoint: (tensor key, kind, lo, hi, values); over all ranks, everything once.
+
+        Kinds are `weights`, from the fp32 master where there is one, and the optimizer's moments.
+        """
+        for key, a, b, values, at, counted in self._slices():
+            if counted:
+                yield key, "weights", a, b, torch.cat(values)
+                for kind, state in self.optimizer.state.items():
+                    yield key, kind, a, b, state[at:at + b - a]
+
+
+def bind(unit: Unit, modules: dict[int, nn.Module], layout: Layout, rank: int) -> None:
+    """Make the parameters of a unit views into its buffers, their gradients likewise; `modules` are those of the stage.
+
+    A tensor lies with its cut dimension first, so a parameter cut along a later dimension is a transposed view.
+    """
+    place = layout.places[rank]
+    degree = layout.plan.pipelines[place.pipeline].stages[place.stage].tensor
+    at = 0
+    for tensor in layout.units[unit.index].tensors:
+        lo, hi = (0, tensor.rows) if tensor.param.split is None else cut(tensor.rows, degree, place.tensor_index)
+        count = (hi - lo) * tensor.row
+        for b in layout.units[unit.index].blocks:
+            for spec in layout.model.blocks[b].params if b in modules else ():
+                if (spec.tied or f"{layout.model.blocks[b].name}/{spec.name}") == tensor.key:
+                    split = spec.split or 0
+                    shape = (hi - lo, *(n for d, n in enumerate(spec.shape) if d != split)) if spec.shape else ()
+                    weight, grad = (flat.data[at:at + count].view(shape) for flat in (unit.compute, unit.grad))
+                    if split:
+                        weight, grad = weight.movedim(0, split), grad.movedim(0, split)
+                    _put(modules[b], spec.name, weight, grad, trainable=spec.trainable)
+        at += count
+
+
+def _put(module: nn.Module, name: str, weight: Tensor, grad: Tensor, *, trainable: bool) -> None:
+    path, _, leaf = name.rpartition(".")
+    # `.data` has a version counter of its own: gathering into the buffer must not upset what autograd saved.
+    param = nn.Parameter(weight.data, requires_grad=trainable)
+    if trainable and grad.dtype == weight.dtype:
+        param.grad = grad
+    elif trainable:
+        param.register_post_accumulate_grad_hook(_adds_to(grad))  # type: ignore[no-untyped-call]
+    setattr(module.get_submodule(path), leaf, param)
+
+
+def _adds_to(total: Tensor) -> Callable[[Tensor], None]:
+    """For gradients that are accumulated in a longer type than the weights have."""
+
+    def add(param: Tensor) -> None:
+        if param.grad is not None:
+            total.add_(param.grad)
+            param.grad = None
+
+    return add

@@ -1,0 +1,265 @@
+"""One rank of a training run: set up, the loop over steps, checkpoints, and what it tells the others."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from mixfleet.cluster import Cluster
+from mixfleet.cost.kernels import fused_attention
+from mixfleet.errors import InputError
+from mixfleet.job import Job
+from mixfleet.plan import Plan
+from mixfleet.program.layout import Layout
+from mixfleet.program.lower import lower
+from mixfleet.run.checkpoint import Entry, Reader, State, save
+from mixfleet.run.collective import Fabric
+from mixfleet.run.interpreter import Interpreter, MicroBatch
+from mixfleet.run.launch import Options, RankReport, StepReport, TrainResult
+from mixfleet.run.optim import learning_rate
+from mixfleet.run.recorder import Recorder
+from mixfleet.run.source import Source
+from mixfleet.run.tensor import TensorGroup
+from mixfleet.trace import Trace
+
+Tell = Callable[[Any], None]
+_TIMEOUT = timedelta(minutes=10)
+
+
+class Rank:
+    """One rank: its interpreter, its samples, and the loop. The default process group must exist."""
+
+    def __init__(self, plan: Plan, job: Job, cluster: Cluster, source: Source, process: int) -> None:
+        self.plan, self.job, self.cluster, self.source = plan, job, cluster, source
+        self.rank = plan.ranks[process]
+        spec = cluster.devices[self.rank]
+        self.device = pick_device(cluster, self.rank)
+        torch.backends.cuda.matmul.allow_tf32 = job.precision == "tf32"
+        self.recorder = Recorder(self.rank, self.device)
+        self.fabric = Fabric(plan, self.rank, self.device, self.recorder)
+        self.layout = Layout(plan, job.model)
+        self.place = self.layout.places[self.rank]
+        self.program = lower(plan, job.model, self.layout)
+        self.pipeline = plan.pipelines[self.place.pipeline]
+        stage = self.pipeline.stages[self.place.stage]
+        copy = plan.replicas[self.place.replica][1]
+        self._peers = [r for r in stage.ranks(copy) if r != self.rank]
+        tensor = (TensorGroup(self.fabric.groups.tensor[self.rank], on_comm=self._on_comm) if self._peers
+                  else TensorGroup())
+        modules = source.modules(stage, tensor, self.device, fused=fused_attention(spec, job))
+        self.interpreter = Interpreter(self.program.role(self.place.pipeline, self.place.stage), job, self.layout,
+                                       self.fabric, modules, source.shape, source.loss)
+        samples = [plan.pipelines[p].samples for p, _ in plan.replicas]
+        self._from = sum(samples[:self.place.replica])
+        self.step = 0
+
+    def _on_comm(self, op: str, nbytes: int, seconds: float) -> None:
+        self.recorder.ended("compute", op, "tensor", seconds)
+        for peer in self._peers:
+            self.fabric.count("T", peer, nbytes // len(self._peers))
+
+    def start(self, checkpoint: Path | None = None) -> None:
+        """Fill the state, from the source's first values or from a checkpoint written under any plan."""
+        units = self.interpreter.units.values()
+        if checkpoint is None:
+            for unit in units:
+                unit.fill(self.source.initial, moments=False)
+            self.source.open(0, 0)
+            return
+        reader = Reader(checkpoint)
+        reader.check(self.job.model)
+        state = reader.state
+        moments = state.optimizer == self.job.optimizer.name
+        if not moments:
+            raise InputError(f"was written with optimizer {state.optimizer}; the job has {self.job.optimizer.name}",
+                             where=str(reader.path))
+        for unit in units:
+            unit.fill(reader.read, moments=moments)
+            unit.optimizer.steps = state.extra["updates"]
+        self.interpreter.loss_scale = state.extra["loss_scale"]
+        self.interpreter.good_steps = state.extra["good_steps"]
+        self.step = state.step
+        self.source.open(state.step, state.position)
+
+    def batches(self, step: int) -> list[MicroBatch]:
+        """This rank's micro-batches: inputs where it holds the first block, targets where it holds the last."""
+        found: list[MicroBatch] = []
+        at = self._from
+        for size in self.pipeline.micro_batches:
+            if self.interpreter.is_first or self.interpreter.is_last:
+                inputs, targets = self.source.batch(step, at, at + size)
+                found.append((inputs.to(self.device) if self.interpreter.is_first else None,
+                              targets.to(self.device) if self.interpreter.is_last else None))
+            else:
+                found.append((None, None))
+            at += size
+        return found
+
+    def save(self, root: Path, keep: int) -> Path:
+        """Write a checkpoint, all ranks together."""
+        self.interpreter.finish()
+        steps = next(iter(self.interpreter.units.values())).optimizer.steps
+        state = State(step=self.step, position=self.source.position(self.step), seed=self.job.seed,
+                      optimizer=self.job.optimizer.name,
+                      extra={"updates": steps, "loss_scale": self.interpreter.loss_scale,
+                             "good_steps": self.interpreter.good_steps})
+        pieces = (piece for unit in self.interpreter.units.values() for piece in unit.pieces())
+        path = save(root, self.job.model, state, self.rank, pieces, self._gather_entries, keep=keep)
+        dist.barrier(self.fabric.world)
+        return path
+
+    def _gather_entries(self, entries: list[Entry]) -> list[list[Entry]] | None:
+        return self.gather(entries)
+
+    def gather(self, mine: Any) -> list[Any] | None:
+        """Everyone's objects, on the first rank."""
+        found: list[Any] = [None] * len(self.plan.ranks)
+        first = self.rank == self.plan.ranks[0]
+        dist.gather_object(mine, found if first else None, group=self.fabric.world, group_dst=0)
+        return found if first else None
+
+    def align_clock(self) -> None:
+        """Take the first host's clock: on other hosts, by how far the clocks differ right after a barrier."""
+        dist.barrier(self.fabric.world)
+        mine = socket.gethostname(), time.perf_counter_ns()
+        everyone: list[Any] = [None] * len(self.plan.ranks)
+        dist.all_gather_object(everyone, mine, group=self.fabric.world)
+        host, then = everyone[0]
+        self.recorder.offset_ns = 0 if host == mine[0] else then - mine[1]
+
+    def report(self) -> RankReport:
+        """What this rank held and sent."""
+        state = {"weights": 0, "gradients": 0, "optimizer": 0}
+        for unit in self.interpreter.units.values():
+            for kind, nbytes in unit.permanent_bytes.items():
+                state[kind] += nbytes
+        peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
+        return RankReport(rank=self.rank, state_bytes=state, peak_bytes=peak,
+                          sent={f"{kind}@{dst}": n for (kind, dst), n in sorted(self.fabric.sent.items())})
+
+    def close(self) -> None:
+        self.fabric.close()
+
+
+def pick_device(cluster: Cluster, rank: int) -> torch.device:
+    """The torch device that a rank of the cluster is."""
+    if cluster.devices[rank].kind == "cpu":
+        return torch.device("cpu")
+    index = cluster.local_of[rank]
+    if not torch.cuda.is_available() or index >= torch.cuda.device_count():
+        node = cluster.nodes[cluster.node_of[rank]].name
+        raise InputError(f"rank {rank} is {cluster.devices[rank].name}, device {index} of node {node}; torch finds "
+                         f"{torch.cuda.device_count()} GPUs on {socket.gethostname()}")
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def train_loop(rank: Rank, options: Options, tell: Tell, stop: Callable[[], bool]) -> TrainResult | None:
+    """Train to `options.steps`; returns the result on the first rank. `tell` gets a report of every step there."""
+    first = rank.rank == rank.plan.ranks[0]
+    rank.align_clock()
+    root = Path(options.out_dir) / "checkpoints" if options.out_dir else None
+    tokens = rank.job.tokens_per_step
+    losses: list[float] = []
+    bounds: list[tuple[int, int]] = []
+    checkpoint: Path | None = None
+    trace_from = options.steps - options.trace_steps if options.trace_steps else options.steps
+    stopping = False
+    while rank.step < options.steps and not stopping:
+        if rank.step >= trace_from and not rank.recorder.on:
+            rank.recorder.start()
+        start = time.perf_counter_ns()
+        lr = learning_rate(rank.job.optimizer, rank.step, rank.job.steps)
+        result = rank.interpreter.step(rank.batches(rank.step), lr, stop=stop())
+        if rank.recorder.on:
+            rank.interpreter.finish()
+        end = time.perf_counter_ns()
+        rank.step += 1
+        stopping = result.stop
+        losses.append(result.loss)
+        if rank.recorder.on:
+            bounds.append((start + rank.recorder.offset_ns, end + rank.recorder.offset_ns))
+        if first:
+            seconds = (end - start) / 1e9
+            tell(StepReport(step=rank.step, loss=result.loss, grad_norm=result.grad_norm, lr=lr, seconds=seconds,
+                            tokens=result.valid, tokens_per_s=tokens / seconds, skipped=result.skipped))
+        last = stopping or rank.step == options.steps
+        if root and (last or (options.checkpoint_every and rank.step % options.checkpoint_every == 0)):
+            checkpoint = rank.save(root, options.keep)
+            if first:
+                tell((rank.step, str(checkpoint)))
+    rank.interpreter.finish()
+    spans, memory = rank.recorder.stop()
+    everything = rank.gather((spans, memory, rank.report(), rank.cluster.devices[rank.rank].name, bounds))
+    if everything is None:
+        return None
+    trace = None
+    if bounds:
+        meta = {"kind": "measured", "steps_ns": [[min(b[i][0] for *_, b in everything),
+                                                  max(b[i][1] for *_, b in everything)] for i in range(len(bounds))],
+                "device_names": {str(r.rank): name for _, _, r, name, _ in everything}, "tokens_per_step": tokens}
+        trace = Trace(spans=tuple(s for found, *_ in everything for s in found),
+                      memory=tuple(m for _, found, *_ in everything for m in found), meta=meta)
+        if options.out_dir:
+            (Path(options.out_dir) / "trace.json").write_bytes(msgspec.json.encode(trace))
+    return TrainResult(step=rank.step, losses=tuple(losses), stopped=stopping, trace=trace,
+                       checkpoint=str(checkpoint) if checkpoint else "", ranks=tuple(r for _, _, r, _, _ in everything))
+
+
+class Failure(msgspec.Struct):
+    """Why a rank stopped. `secondary` failures only follow from another rank's."""
+
+    rank: int
+    message: str
+    details: str
+    bad_input: bool
+    secondary: bool
+
+
+def run(plan: Plan, job: Job, cluster: Cluster, source: Source, options: Options, process: int, tell: Tell, *,
+        init_method: str = "env://", local: bool = False) -> TrainResult | None:
+    """Be process `process` of a run, from start to end. With `local`, the parent process looks after interrupts."""
+    asked = [False]
+
+    def ask(signum: int, frame: Any) -> None:
+        asked[0] = True
+
+    signal.signal(signal.SIGTERM, ask)
+    signal.signal(signal.SIGINT, signal.SIG_IGN if local else ask)
+    spec = cluster.devices[plan.ranks[process]]
+    if spec.cores and hasattr(os, "sched_setaffinity"):
+        with suppress(OSError):
+            os.sched_setaffinity(0, spec.cores)
+    torch.set_num_threads(len(spec.cores) or 1)
+    device = pick_device(cluster, plan.ranks[process])
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", init_method=init_method,
+                            rank=process, world_size=len(plan.ranks), timeout=_TIMEOUT)
+    rank = Rank(plan, job, cluster, source, process)
+    rank.start(Path(options.resume) if options.resume else None)
+    result = train_loop(rank, options, tell, lambda: asked[0])
+    dist.barrier()
+    rank.close()
+    dist.destroy_process_group()
+    return result
+
+
+def failure(rank: int, error: BaseException) -> Failure:
+    """What a rank reports about an exception."""
+    text = str(error).strip() or type(error).__name__
+    network = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Read error", "NCCL")
+    secondary = isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(word in text for word in network))
+    shown = text if isinstance(error, InputError) else f"{type(error).__name__}: {text.splitlines()[0]}"
+    return Failure(rank, shown, "".join(traceback.format_exception(error)), isinstance(error, InputError), secondary)

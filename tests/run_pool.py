@@ -1,0 +1,224 @@
+"""Four processes that live as long as the tests of the runtime: they carry out one plan after another."""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from mixfleet.cluster import Cluster, Device, Link, Node
+from mixfleet.job import Job, Optimizer
+from mixfleet.model.families import build
+from mixfleet.plan import Pipeline, Plan, Sharding, Stage
+from mixfleet.program.layout import Layout
+from mixfleet.program.lower import lower
+from mixfleet.run.collective import Groups
+from mixfleet.run.source import DecoderSource
+from mixfleet.run.state import Numbers
+
+CPU = Device(name="cpu", kind="cpu", flops={"fp32": 1e10, "fp64": 5e9}, vector_flops=1e10, memory_bytes=2**31,
+             memory_Bps=1e10)
+LINK = Link(latency_s=1e-5, bandwidth_Bps=1e9)
+CLUSTER = Cluster(name="four", nodes=(Node(name="here", devices=(CPU,) * 4, link=LINK, nic=LINK),))
+FIGURES = {"layers": 3, "hidden": 16, "heads": 4, "vocab": 23, "max_seq_len": 16, "ffn": 20}
+
+
+def job(global_batch: int = 6, **changes: Any) -> Job:
+    """A decoder small enough that a step takes milliseconds; fp64, so that equality is sharp."""
+    figures = {**FIGURES, **changes.pop("figures", {})}
+    settings: dict[str, Any] = {"precision": "fp64", "seed": 5, "optimizer": Optimizer(lr=3e-2, weight_decay=0.1),
+                                **changes}
+    return Job(name="tiny", model=build(figures), seq_len=8, global_batch=global_batch, steps=4, **settings)
+
+
+def pipe(cuts: tuple[int, ...], *devices: tuple[int, ...], samples: int, micro_batch: int, tensor: tuple[int, ...] = (),
+         replicas: int = 1, recompute: str = "none") -> Pipeline:
+    """A pipeline cut at `cuts`, first and last block included."""
+    degrees = tensor or (1,) * len(devices)
+    return Pipeline(samples=samples, micro_batch=micro_batch, replicas=replicas, stages=tuple(
+        Stage(blocks=(cuts[i], cuts[i + 1]), devices=d, tensor=degrees[i], recompute=recompute)  # type: ignore[arg-type]
+        for i, d in enumerate(devices)))
+
+
+def plan(*pipelines: Pipeline, sharding: tuple[int, int, int] = (1, 1, 1), schedule: str = "1f1b") -> Plan:
+    w, g, o = sharding
+    return Plan(pipelines=pipelines, schedule=schedule,  # type: ignore[arg-type]
+                sharding=Sharding(weights=w, gradients=g, optimizer=o))
+
+
+class MaskedSource(DecoderSource):
+    """The job's data with targets masked unevenly: sample k of a step keeps only its first 1 + 3k mod 8 targets."""
+
+    def batch(self, step: int, lo: int, hi: int) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens, targets = super().batch(step, lo, hi)
+        keep = 1 + 3 * torch.arange(lo, hi) % 8
+        return tokens, targets.masked_fill(torch.arange(targets.shape[1]) >= keep.unsqueeze(1), -100)
+
+
+class Outcome(NamedTuple):
+    """What one rank ends with."""
+
+    losses: list[float]
+    norms: list[float]
+    valid: list[int]
+    pieces: list[tuple[str, str, int, int, torch.Tensor]]
+    weights: list[tuple[int, int, int, int, torch.Tensor]]
+    """(unit, column, lo, hi, values) of all weights held."""
+    sent: Counter[tuple[str, int]]
+    state_bytes: dict[str, int]
+    spans: list[Any]
+    memory: list[Any]
+
+
+class Case(NamedTuple):
+    plan: Plan
+    job: Job
+    steps: int = 4
+    masked: bool = False
+    trace: bool = False
+    save: str = ""
+    resume: str = ""
+
+
+def carry_out(case: Case, process: int) -> Outcome:
+    """Be one rank of a case."""
+    from mixfleet.run.worker import Rank
+
+    source = (MaskedSource if case.masked else DecoderSource)(case.job)
+    rank = Rank(case.plan, case.job, CLUSTER, source, process)
+    rank.start(Path(case.resume) if case.resume else None)
+    results = []
+    while rank.step < case.steps:
+        if case.trace and not rank.recorder.on:
+            rank.recorder.start()
+        results.append(rank.interpreter.step(rank.batches(rank.step), case.job.optimizer.lr))
+        rank.step += 1
+    rank.interpreter.finish()
+    if case.save:
+        rank.save(Path(case.save), 2)
+    spans, memory = rank.recorder.stop()
+    units = rank.interpreter.units.values()
+    outcome = Outcome([r.loss for r in results], [r.grad_norm for r in results], [r.valid for r in results],
+                      [p for u in units for p in u.pieces()],
+                      [(u.index, p.column, p.lo, p.hi, u.weights.data[p.offset:p.offset + p.hi - p.lo].clone())
+                       for u in units for p in u.weights.parts],
+                      rank.fabric.sent, rank.report().state_bytes, spans, memory)
+    rank.close()
+    return outcome
+
+
+def _serve(process: int, size: int, rendezvous: str, pipe: Any) -> None:
+    import os
+
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    torch.distributed.init_process_group("gloo", init_method=rendezvous, rank=process, world_size=size)
+    while (case := pipe.recv()) is not None:
+        try:
+            if process < len(case.plan.ranks):
+                pipe.send(carry_out(case, process))
+            else:
+                Groups(case.plan, cuda=False)
+        except BaseException:
+            import traceback
+
+            pipe.send(traceback.format_exc())
+    os._exit(0)
+
+
+class Pool:
+    """Start it once; `run` gives the outcomes of all ranks of a plan."""
+
+    def __init__(self, size: int = 4) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._directory = tempfile.TemporaryDirectory()
+        self._pipes = []
+        for process in range(size):
+            here, there = context.Pipe()
+            context.Process(target=_serve, daemon=True, args=(
+                process, size, f"file://{self._directory.name}/rendezvous", there)).start()
+            self._pipes.append(here)
+
+    def run(self, case: Case) -> list[Outcome]:
+        pipes = self._pipes[:len(case.plan.ranks)]
+        for p in self._pipes:
+            p.send(case)
+        found: dict[Any, Outcome] = {}
+        while len(found) < len(pipes):
+            ready = multiprocessing.connection.wait([p for p in pipes if p not in found], 60)
+            assert ready, f"{len(pipes) - len(found)} ranks hang"
+            for p in ready:
+                found[p] = p.recv()
+                assert not isinstance(found[p], str), found[p]
+        return [found[p] for p in pipes]
+
+    def close(self) -> None:
+        for p in self._pipes:
+            p.send(None)
+
+
+def expected_bytes(case: Case) -> dict[tuple[str, int, int], int]:
+    """Payload bytes by (kind, source, destination) that the layout says, over all steps of a case."""
+    layout, numbers = Layout(case.plan, case.job.model), Numbers.of(case.job)
+    total: Counter[tuple[str, int, int]] = Counter()
+    for role in lower(case.plan, case.job.model, layout).roles:
+        for replica in range(case.plan.pipelines[role.pipeline].replicas):
+            for rank in case.plan.pipelines[role.pipeline].stages[role.stage].ranks(replica):
+                for a in role.actions:
+                    if a.op in ("G", "P", "R", "Y"):
+                        size = (numbers.compute if a.op in "GP" else numbers.gradient).itemsize
+                        for m in layout.moves(a.op, a.lo):
+                            if m.src == rank:
+                                total[a.op, rank, m.dst] += (m.hi - m.lo) * size * case.steps
+    return dict(total)
+
+
+class Reference(NamedTuple):
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, torch.Tensor]
+    """Whole tensors by key, flat, cut dimension first."""
+
+
+def reference(case: Case) -> Reference:
+    """The same training in one process, with torch's own optimizer, on whole batches."""
+    from mixfleet.run.modules import build_blocks
+
+    job, rule = case.job, case.job.optimizer
+    blocks = build_blocks(job.model, range(len(job.model.blocks)), seed=job.seed, dtype=Numbers.of(job).compute,
+                          attention="eager")
+    params: dict[str, torch.nn.Parameter] = {}
+    for block, module in zip(job.model.blocks, blocks):
+        for p in block.params:
+            path, _, leaf = p.name.rpartition(".")
+            holder = module.get_submodule(path)
+            if p.tied:
+                setattr(holder, leaf, params[p.tied])
+            else:
+                params[f"{block.name}/{p.name}"] = getattr(holder, leaf)
+    groups = [{"params": [p for p in params.values() if p.ndim > 1], "weight_decay": rule.weight_decay},
+              {"params": [p for p in params.values() if p.ndim < 2], "weight_decay": 0.0}]
+    optimizer: torch.optim.Optimizer = (
+        torch.optim.AdamW(groups, lr=rule.lr, betas=rule.betas, eps=rule.eps) if rule.name == "adamw"
+        else torch.optim.SGD(groups, lr=rule.lr, momentum=rule.momentum))
+    source = (MaskedSource if case.masked else DecoderSource)(job)
+    source.open(0, 0)
+    losses, norms = [], []
+    for step in range(case.steps):
+        x, targets = source.batch(step, 0, job.global_batch)
+        for block in blocks[:-1]:
+            x = block(x)
+        loss = blocks[-1](x, targets) / (targets >= 0).sum()
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(params.values(), job.clip_norm or float("inf"))))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    split = {f"{b.name}/{p.name}": p.split or 0 for b in job.model.blocks for p in b.params}
+    return Reference(losses, norms, {k: p.detach().movedim(split[k], 0).reshape(-1) for k, p in params.items()})

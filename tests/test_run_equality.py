@@ -1,0 +1,152 @@
+"""Law 1: every plan gives the losses and weights of one process on the same samples. Law 5: bytes are those planned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from mixfleet.job import Optimizer
+from mixfleet.plan import why_not
+from run_pool import CLUSTER, Case, Outcome, Pool, Reference, expected_bytes, job, pipe, plan, reference
+
+TOLERANCE = 1e-9
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    pool = Pool()
+    yield pool
+    pool.close()
+
+
+_TIED, _QWEN = {"tied": True}, {"tied": True, "bias": True, "kv_heads": 2, "activation": "swiglu"}
+_GPT2 = {"norm": "layernorm", "activation": "gelu", "position": "learned", "tied": True, "bias": True}
+_CLIP = {"clip_norm": 0.3}
+
+CASES = {
+    "one rank": Case(plan(pipe((0, 5), (0,), samples=6, micro_batch=6)), job()),
+    "one rank, accumulation with a smaller last micro-batch":
+        Case(plan(pipe((0, 5), (0,), samples=6, micro_batch=4)), job()),
+    "ddp, even": Case(plan(pipe((0, 5), (0, 1), samples=3, micro_batch=3, replicas=2)), job()),
+    "ddp of three": Case(plan(pipe((0, 5), (0, 1, 2), samples=2, micro_batch=1, replicas=3)), job()),
+    "ddp, uneven shares and micro-batches, masked":
+        Case(plan(pipe((0, 5), (0,), samples=4, micro_batch=3), pipe((0, 5), (1, 2), samples=1, micro_batch=1,
+                                                                     replicas=2)), job(**_CLIP), masked=True),
+    "tensor 2": Case(plan(pipe((0, 5), (0, 1), samples=6, micro_batch=4, tensor=(2,))), job(**_CLIP)),
+    "tensor 2, biases, grouped heads":
+        Case(plan(pipe((0, 5), (0, 1), samples=6, micro_batch=4, tensor=(2,))), job(figures=_QWEN)),
+    "tensor 4": Case(plan(pipe((0, 5), (0, 1, 2, 3), samples=6, micro_batch=3, tensor=(4,))), job(figures=_TIED)),
+    "gpipe, uneven blocks, tied":
+        Case(plan(pipe((0, 1, 3, 5), (0,), (1,), (2,), samples=6, micro_batch=2), schedule="gpipe"),
+             job(figures=_TIED, **_CLIP)),
+    "1f1b, a stage with the head alone, gpt2":
+        Case(plan(pipe((0, 4, 5), (0,), (1,), samples=6, micro_batch=4)), job(figures=_GPT2), masked=True),
+    "a pipeline beside a single rank":
+        Case(plan(pipe((0, 2, 5), (0,), (1,), samples=4, micro_batch=1), pipe((0, 5), (2,), samples=2, micro_batch=2)),
+             job(figures=_TIED, **_CLIP)),
+    "tensor 2 beside tensor 1":
+        Case(plan(pipe((0, 5), (0, 1), samples=4, micro_batch=2, tensor=(2,)), pipe((0, 5), (2,), samples=2,
+                                                                                    micro_batch=2)), job(**_CLIP)),
+    "a stage of tensor 2 after one of tensor 1, beside a single rank":
+        Case(plan(pipe((0, 3, 5), (0,), (1, 2), samples=4, micro_batch=2, tensor=(1, 2)),
+                  pipe((0, 5), (3,), samples=2, micro_batch=2)), job(figures=_TIED), masked=True),
+    "zero-1 of three, uneven":
+        Case(plan(pipe((0, 5), (0,), samples=4, micro_batch=2), pipe((0, 5), (1, 2), samples=1, micro_batch=1,
+                                                                     replicas=2), sharding=(1, 1, 3)), job(**_CLIP)),
+    "zero-2 of three": Case(plan(pipe((0, 5), (0, 1, 2), samples=2, micro_batch=1, replicas=3), sharding=(1, 3, 3)),
+                            job(figures=_TIED)),
+    "zero-3 of two, uneven":
+        Case(plan(pipe((0, 5), (0,), samples=4, micro_batch=2), pipe((0, 5), (1,), samples=2, micro_batch=1),
+                  sharding=(2, 2, 2)), job(figures=_TIED, **_CLIP)),
+    "zero-3 of three": Case(plan(pipe((0, 5), (0, 1, 2), samples=2, micro_batch=1, replicas=3), sharding=(3, 3, 3)),
+                            job(figures=_GPT2)),
+    "mics, two groups of two": Case(plan(pipe((0, 5), (0, 1, 2, 3), samples=3, micro_batch=1, replicas=4),
+                                         sharding=(2, 2, 2)), job(12, **_CLIP)),
+    "weights in twos, gradients and optimizer in fours":
+        Case(plan(pipe((0, 5), (0, 1, 2, 3), samples=2, micro_batch=1, replicas=4), sharding=(2, 4, 4)), job(8)),
+    "replicated weights, gradients in twos, optimizer in fours":
+        Case(plan(pipe((0, 5), (0, 1, 2, 3), samples=2, micro_batch=1, replicas=4), sharding=(1, 2, 4)), job(8)),
+    "three replicas in groups of two, unequal": Case(
+        plan(pipe((0, 5), (0, 1, 2), samples=2, micro_batch=1, replicas=3), sharding=(2, 2, 2)), job()),
+    "optimizer in threes, weights in twos, of three":
+        Case(plan(pipe((0, 5), (0, 1, 2), samples=2, micro_batch=1, replicas=3), sharding=(2, 2, 3)), job(**_CLIP)),
+    "zero-3 with tensor 2":
+        Case(plan(pipe((0, 5), (0, 1, 2, 3), samples=3, micro_batch=2, tensor=(2,), replicas=2), sharding=(2, 2, 2)),
+             job(figures=_QWEN, **_CLIP)),
+    "zero-3 with pipelines":
+        Case(plan(pipe((0, 2, 5), (0, 1), (2, 3), samples=3, micro_batch=1, replicas=2), sharding=(2, 2, 2)),
+             job(figures=_TIED, **_CLIP), masked=True),
+    "zero-1 with pipelines of unequal shape":
+        Case(plan(pipe((0, 3, 5), (0,), (1,), samples=3, micro_batch=2),
+                  pipe((0, 1, 5), (2,), (3,), samples=3, micro_batch=1), sharding=(1, 1, 2)), job(figures=_TIED)),
+    "recompute full, pipeline":
+        Case(plan(pipe((0, 2, 5), (0,), (1,), samples=6, micro_batch=2, recompute="full")), job()),
+    "recompute full, zero-3":
+        Case(plan(pipe((0, 5), (0, 1), samples=3, micro_batch=2, replicas=2, recompute="full"), sharding=(2, 2, 2)),
+             job()),
+    "recompute selective, tensor 2":
+        Case(plan(pipe((0, 5), (0, 1), samples=6, micro_batch=3, tensor=(2,), recompute="selective")), job()),
+    "sgd with momentum, zero-1": Case(
+        plan(pipe((0, 5), (0, 1), samples=3, micro_batch=3, replicas=2), sharding=(1, 1, 2)),
+        job(optimizer=Optimizer(name="sgd", lr=0.3, momentum=0.9, weight_decay=0.02))),
+}
+_references: dict[object, Reference] = {}
+
+
+def _reference(case: Case) -> Reference:
+    key = repr((case.job.model.config, case.job.global_batch, case.job.clip_norm, case.job.optimizer, case.masked))
+    if key not in _references:
+        _references[key] = reference(case)
+    return _references[key]
+
+
+def _whole(outcomes: list[Outcome]) -> dict[str, torch.Tensor]:
+    """Weights put together from the pieces; every element from exactly one rank."""
+    found: dict[str, list[tuple[int, torch.Tensor]]] = {}
+    for outcome in outcomes:
+        for key, kind, lo, hi, values in outcome.pieces:
+            assert len(values) == hi - lo
+            if kind == "weights":
+                found.setdefault(key, []).append((lo, values))
+    whole = {}
+    for key, parts in found.items():
+        at = 0
+        for lo, values in sorted(parts, key=lambda p: p[0]):
+            assert lo == at
+            at += len(values)
+        whole[key] = torch.cat([v for _, v in sorted(parts, key=lambda p: p[0])])
+    return whole
+
+
+def _assert_replicas_equal(outcomes: list[Outcome]) -> None:
+    """Whoever holds an element of the weights holds the same bits."""
+    seen: dict[tuple[int, int], list[tuple[int, int, torch.Tensor]]] = {}
+    for outcome in outcomes:
+        for unit, column, lo, hi, values in outcome.weights:
+            for a, b, other in seen.get((unit, column), []):
+                x, y = max(a, lo), min(b, hi)
+                if x < y:
+                    assert torch.equal(values[x - lo:y - lo], other[x - a:y - a]), (unit, column, x, y)
+            seen.setdefault((unit, column), []).append((lo, hi, values))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_one_process(name: str, pool: Pool) -> None:
+    case = CASES[name]
+    assert why_not(case.plan, case.job, CLUSTER) is None
+    outcomes = pool.run(case)
+    expected = _reference(case)
+    for outcome in outcomes:
+        assert outcome.losses == pytest.approx(expected.losses, rel=TOLERANCE)
+        assert outcome.norms == pytest.approx(expected.norms, rel=TOLERANCE)
+    whole = _whole(outcomes)
+    assert whole.keys() == expected.weights.keys()
+    for key, value in expected.weights.items():
+        assert torch.allclose(whole[key], value, rtol=0, atol=TOLERANCE), key
+    _assert_replicas_equal(outcomes)
+    sent = {(kind, rank, dst): n for rank, outcome in zip(case.plan.ranks, outcomes)
+            for (kind, dst), n in outcome.sent.items() if kind in "GPRY"}
+    assert sent == expected_bytes(case)
