@@ -139,6 +139,9 @@ def exposed(trace: Trace) -> dict[int, dict[str, float]]:
     Where several kinds of communication are under way at once, the instant counts for the first of `CATEGORIES`,
     so that the sum of the row and of the computing time never exceeds the step.
     """
+    known: dict[int, dict[str, float]] | None = trace.__dict__.get("_exposed")
+    if known is not None:
+        return known
     scale = NS_PER_S * max(len(trace.steps_ns), 1)
     rows: dict[int, dict[str, list[tuple[int, int]]]] = {d: {} for d in trace.devices}
     for span in trace.spans:
@@ -153,6 +156,7 @@ def exposed(trace: Trace) -> dict[int, dict[str, float]]:
                 alone = _minus(_union(row[category]), covered)
                 result[device][category] = _length(alone) / scale
                 covered = _union((*covered, *alone))
+    trace.__dict__["_exposed"] = result
     return result
 
 

@@ -47,30 +47,24 @@ def flow(latency_s: float, demands: Sequence[tuple[int, float, float]], passing:
 
 def speeds(flows: Sequence[Flow]) -> list[float]:
     """Max-min fair speed of each of the concurrent flows, as a fraction of its speed when alone."""
+    if len(flows) == 1:
+        return [1.0 / max([part for _, part in flows[0].demands])]
     free: dict[int, float] = {}
-    load: dict[int, float] = {}
-    users: dict[int, list[int]] = {}
+    users: dict[int, dict[int, float]] = {}  # port -> flow -> part of the port per byte per second
     for i, one in enumerate(flows):
         for port, part in one.demands:
             free[port] = 1.0
-            load[port] = load.get(port, 0.0) + part / one.rate
-            users.setdefault(port, []).append(i)
+            users.setdefault(port, {})[i] = part / one.rate
     result = [0.0] * len(flows)
     while users:
-        tightest = min(users, key=lambda p: free[p] / load[p])
-        level = free[tightest] / load[tightest]
-        for i in tuple(users[tightest]):
-            one = flows[i]
-            result[i] = speed = level / one.rate
-            for port, part in one.demands:
-                users[port].remove(i)
-                if users[port]:
-                    free[port] = max(free[port] - speed * part, 0.0)
-                    load[port] -= part / one.rate
-                else:
+        level, tightest = min((free[port] / sum(on.values()), port) for port, on in users.items())
+        for i in list(users[tightest]):
+            result[i] = level / flows[i].rate
+            for port, part in flows[i].demands:
+                free[port] = max(free[port] - result[i] * part, 0.0)
+                del users[port][i]
+                if not users[port]:
                     del users[port]
-            if tightest not in users:
-                break
     return result
 
 
@@ -108,6 +102,9 @@ class Network:
             del on[task]
             self._touched.update(on)
 
+    def _alone(self, task: int) -> bool:
+        return all(len(self._on[port]) == 1 for port, _ in self._ports(task))
+
     def _component(self, task: int) -> list[int]:
         """The flows whose speeds depend on each other, `task` among them."""
         found, ports = {task: None}, set()
@@ -126,7 +123,8 @@ class Network:
         """Recompute the speeds that the last changes touch; returns `(task, new end)` for those that changed."""
         changed = []
         while self._touched:
-            tasks = self._component(next(iter(self._touched)))
+            task = next(iter(self._touched))
+            tasks = [task] if self._alone(task) else self._component(task)
             new = speeds([f for t in tasks if (f := self._flows[t]) is not None])
             for task, speed in zip(tasks, new, strict=True):
                 self._touched.pop(task, None)

@@ -183,6 +183,7 @@ class _Player:
     def _critical(self, voices: list[_Voice], times: Times) -> list[tuple[str, str, int]]:
         owner = {task: (v, k) for v in reversed(voices) for tasks in (v.first, v.last) for k, task in enumerate(tasks)}
         chain = []
+        names: dict[int, str] = {}
         for task in times.critical():
             if task not in owner:  # the middle of an action of several transfers
                 continue
@@ -191,7 +192,8 @@ class _Player:
             where = f"pipeline {entity.pipeline} stage {entity.stage}"
             category = CATEGORY.get(voice.actions[k].op, "")
             if task in self._link:
-                where = self._traffic.tightest(self._link[task])
+                link = self._link[task]
+                where = names[link] if link in names else names.setdefault(link, self._traffic.tightest(link))
             if category:
                 chain.append((category, where, times.end[task] - times.start[task]))
             chain += [(part.category, where, part.ns) for part in voice.parts[k]]

@@ -62,8 +62,8 @@ class Memory(NamedTuple):
 
     resumed: Peak
     fresh: Peak
-    marks: list[tuple[int, int, str]]
-    """(ns, bytes, action) in order of time, one per instant."""
+    marks: list[tuple[int, int, int]]
+    """(ns, bytes, index of the action that begins or ends, -1 for none) in order of time, one per instant."""
 
 
 class Static(NamedTuple):
@@ -110,38 +110,45 @@ def communicators(plan: Plan, pipeline: int, stage: int) -> int:
 
 def follow(row: Row, rank: int, plan: Plan, job: Job, cluster: Cluster, layout: Layout) -> Memory:
     """Memory of `rank`, one of the row's entity, through the step."""
-    walk = _Walk(row, rank, plan, job, cluster.devices[rank], layout)
-    groups = communicators(plan, row.entity.pipeline, row.entity.stage)
     device = cluster.devices[rank]
-    state = static(layout, job, rank)
-    events = sorted(walk.events())
-    resumed, marks = _peak(events, state, row, device, groups)
-    fresh, _ = _peak(sorted([*events, *walk.moments()]), state._replace(moments=0), row, device, groups)
-    return Memory(resumed, fresh, marks)
+    groups = communicators(plan, row.entity.pipeline, row.entity.stage)
+    events = sorted(_Walk(row, rank, plan, job, device, layout).events())
+    return _peaks(events, static(layout, job, rank), row, allocator_factor(device), framework_bytes(device, groups))
 
 
 Event = tuple[int, int, int, int]
 """(ns, bytes, index of `HOLDS`, action): frees sort before allocations of the same instant."""
 
 
-def _peak(events: list[Event], state: Static, row: Row, device: Device,
-          groups: int) -> tuple[Peak, list[tuple[int, int, str]]]:
-    factor, framework = allocator_factor(device), framework_bytes(device, groups)
+def _peaks(events: list[Event], state: Static, row: Row, factor: float, framework: int) -> Memory:
+    """Follows a resumed run, which holds its moments all along, and the first step of a fresh one, which makes them."""
     held = [*state, *[0] * (len(HOLDS) - len(state))]
-    total = most = sum(held)
-    when, at, snapshot = 0, -1, list(held)
-    marks = [(0, round(total * factor) + framework, "")]
+    total = sum(held)
+    missing = state.moments
+    most, fresh = (total, 0, -1, list(held)), (total - missing, 0, -1, [*held[:_MOMENTS], 0, *held[_MOMENTS + 1:]])
+    marks = [(0, round(total * factor) + framework, -1)]
+    last = len(events) - 1
     for i, (ns, nbytes, what, action) in enumerate(events):
-        held[what] += nbytes
-        total += nbytes
-        if total > most:
-            most, when, at, snapshot = total, ns, action, list(held)
-        if i + 1 == len(events) or events[i + 1][0] != ns:
-            marks.append((ns, round(total * factor) + framework, str(row.actions[action])))
-    taken = round(most * factor)
-    breakdown = {name: n for name, n in zip(HOLDS, snapshot) if n}
-    breakdown |= {name: n for name, n in (("framework", framework), ("allocator", taken - most)) if n}
-    return Peak(taken + framework, when, row.actions[at] if at >= 0 else None, breakdown), marks
+        if what == _MOMENTS:
+            missing -= nbytes
+        else:
+            held[what] += nbytes
+            total += nbytes
+        if total > most[0]:
+            most = (total, ns, action, list(held))
+        if total - missing > fresh[0]:
+            fresh = (total - missing, ns, action, list(held))
+            fresh[3][_MOMENTS] -= missing
+        if i == last or events[i + 1][0] != ns:
+            marks.append((ns, round(total * factor) + framework, action))
+
+    def peak(allocated: int, ns: int, action: int, snapshot: list[int]) -> Peak:
+        taken = round(allocated * factor)
+        breakdown = {name: n for name, n in zip(HOLDS, snapshot) if n}
+        breakdown |= {name: n for name, n in (("framework", framework), ("allocator", taken - allocated)) if n}
+        return Peak(taken + framework, ns, row.actions[action] if action >= 0 else None, breakdown)
+
+    return Memory(peak(*most), peak(*fresh), marks)
 
 
 class _Walk:
@@ -191,11 +198,8 @@ class _Walk:
     def _gradient(self, unit: int) -> int:
         return self._unit(unit)[0] * self._job.bytes.gradient_bytes
 
-    def _owned(self, unit: int) -> int:
-        return self._unit(unit)[1]
-
     def events(self) -> list[Event]:
-        """All changes but the creation of moments."""
+        """All changes; those of moments are what a fresh run makes in its first step."""
         row, sizes = self._row, self._pipe.micro_batches
         found: list[Event] = []
         add = found.append
@@ -243,13 +247,10 @@ class _Walk:
                 buffers.remove(action.lo)
                 add((end, -self._gradient(action.lo), _BUFFERS, i))
             elif op == STEP:
-                nbytes = optimizer_temporary_bytes(self._owned(action.lo), self._job)
+                owned = self._unit(action.lo)[1]
+                add((start, state_bytes(self._job, 0, 0, owned).moments, _MOMENTS, i))
+                nbytes = optimizer_temporary_bytes(owned, self._job)
                 if nbytes:
                     add((start, nbytes, _OPTIMIZER, i))
                     add((end, -nbytes, _OPTIMIZER, i))
         return found
-
-    def moments(self) -> list[Event]:
-        """A fresh run makes the optimizer's moments in its first step."""
-        return [(self._row.start_ns[i], state_bytes(self._job, 0, 0, self._owned(a.lo)).moments, _MOMENTS, i)
-                for i, a in enumerate(self._row.actions) if a.op == STEP]

@@ -133,7 +133,7 @@ def predict(plan: Plan, job: Job, cluster: Cluster, *, trace: bool = False,
     played = play(program, plan, job, cluster, layout)
     memories = {(r, rank): follow(row, rank, plan, job, cluster, layout)
                 for r, row in enumerate(played.rows) for rank in _kinds(row, cluster).values()}
-    record = _trace(played, memories if trace else {}, plan, job, cluster)
+    record = _trace(played, memories if trace else {}, plan, job, cluster, named=trace)
     step_s = played.end_ns / NS_PER_S
     devices = _devices(played, memories, cluster, tr.utilization(record))
     used = [cluster.devices[rank] for rank in plan.ranks]
@@ -176,7 +176,9 @@ def _kinds(row: Row, cluster: Cluster) -> dict[Device, int]:
     return {cluster.devices[rank]: rank for rank in row.entity.ranks}
 
 
-def _trace(played: Played, memories: dict[tuple[int, int], Memory], plan: Plan, job: Job, cluster: Cluster) -> Trace:
+def _trace(played: Played, memories: dict[tuple[int, int], Memory], plan: Plan, job: Job, cluster: Cluster, *,
+           named: bool = True) -> Trace:
+    """The record of what was played. Spans without names are enough for sums, and much of the work is saved."""
     spans: list[Span] = []
     marks: list[MemoryMark] = []
     names: dict[str, str] = {}
@@ -185,15 +187,17 @@ def _trace(played: Played, memories: dict[tuple[int, int], Memory], plan: Plan, 
     for r, row in enumerate(played.rows):
         device = row.entity.ranks[0]
         for action, parts, start, end in zip(row.actions, row.parts, row.start_ns, row.end_ns, strict=True):
+            name = str(action) if named else ""
             if parts:
                 for part in parts:
-                    spans.append(Span(device, "compute", str(action), part.category, start, start + part.ns))
+                    spans.append(Span(device, "compute", name, part.category, start, start + part.ns))
                     start += part.ns
             elif end > start:
-                spans.append(Span(device, stream_of(action)[0], str(action), CATEGORY[action.op], start, end))
+                spans.append(Span(device, stream_of(action)[0], name, CATEGORY[action.op], start, end))
         for (index, rank), memory in memories.items():
             if index == r and rank == next(iter(_kinds(row, cluster).values())):
-                marks += [MemoryMark(device, *mark) for mark in memory.marks]
+                marks += [MemoryMark(device, ns, nbytes, str(row.actions[i]) if i >= 0 else "")
+                          for ns, nbytes, i in memory.marks]
         names[str(device)] = cluster.devices[device].name
         counts[str(device)] = sum(len(m.ranks) for m in row.members)
         row_of |= {str(rank): device for m in row.members for rank in m.ranks}
