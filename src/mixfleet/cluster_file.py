@@ -169,7 +169,7 @@ def _located(doc: Document, keys: Keys) -> Iterator[None]:
 def _nodes(doc: Document, keys: Keys, form: _NodeForm, alone: bool) -> Iterator[Node]:
     if form.count < 1:
         raise InputError(f"count is {form.count}; it must be at least 1", where=doc.where((*keys, "count")))
-    host_memory, link, nic, devices = form.host_memory or 0, form.link, None, []
+    host_memory, link, nic, devices = int(form.host_memory or 0), form.link, None, []
     if form.instance:
         if form.devices:
             raise InputError("give either instance or devices", where=doc.where((*keys, "devices")))
