@@ -176,8 +176,8 @@ def test_bytes_sent_by_hand():
         Stage(blocks=(0, 1), devices=(0, 1)), Stage(blocks=(1, 2), devices=(2, 3)))),))
     found = predict(plan, job([block(0, 1000), block(1, 700)], 6), cluster(dev, dev, dev, dev))
     assert found.sent_bytes == {
-        "0": {"send": 3 * INPUT, "reduce": 4000}, "1": {"send": 3 * INPUT, "reduce": 4000},
-        "2": {"send": 3 * INPUT, "reduce": 2800}, "3": {"send": 3 * INPUT, "reduce": 2800}}
+        "0": {"SA": 3 * INPUT, "Y": 4000}, "1": {"SA": 3 * INPUT, "Y": 4000},
+        "2": {"SG": 3 * INPUT, "Y": 2800}, "3": {"SG": 3 * INPUT, "Y": 2800}}
     assert predict(plan, job([block(0, 1000), block(1, 700)], 6), cluster(dev, dev, dev, dev),
                    sent=False).sent_bytes is None
 

@@ -37,7 +37,7 @@ from mixfleet.sim.engine import Graph, Times, run
 from mixfleet.sim.flow import Flow, flow
 from mixfleet.sim.fold import Colours, distinct, refine
 from mixfleet.sim.hazards import hazards
-from mixfleet.sim.traffic import Entity, Kind, Traffic
+from mixfleet.sim.traffic import Entity, Kind, Traffic, tensor_bytes
 from mixfleet.units import NS_PER_S
 
 NORM_BYTES = 16
@@ -101,7 +101,7 @@ class _Player:
     """Turns the program into a graph of tasks and runs it."""
 
     def __init__(self, program: Program, plan: Plan, job: Job, cluster: Cluster, layout: Layout, fold: bool) -> None:
-        self._plan, self._layout = plan, layout
+        self._plan, self._layout, self._devices = plan, layout, cluster.devices
         self._roles = {(role.pipeline, role.stage): role.actions for role in program.roles}
         self._traffic = Traffic(plan, job, cluster, layout)
         self._pricing = _Pricing(plan, job, cluster, layout, self._traffic)
@@ -189,7 +189,8 @@ class _Player:
                 continue
             voice, k = owner[task]
             entity = self._traffic.entities[voice.group[0]]
-            where = f"pipeline {entity.pipeline} stage {entity.stage}"
+            device = self._devices[entity.ranks[0]].name
+            where = f"pipeline {entity.pipeline} stage {entity.stage} (from rank {entity.ranks[0]}, {device})"
             category = CATEGORY.get(voice.actions[k].op, "")
             if task in self._link:
                 link = self._link[task]
@@ -310,9 +311,8 @@ class _Pricing:
         return self._talk[key]
 
     def _collective_s(self, e: int, comm: TensorComm, micro_batch: int) -> float:
-        ranks, job = self._entities[e].ranks, self._job
-        nbytes = round(comm.size.at(micro_batch, job.seq_len, len(ranks))
-                       * (comm.bytes_per_element or job.bytes.compute_bytes))
+        ranks = self._entities[e].ranks
+        nbytes = tensor_bytes(comm, micro_batch, len(ranks), self._job)
         own = collective(comm.op, nbytes, ranks, self._cluster)
         passing: dict[str, float] = {}
         for rival in self._rivals(e):

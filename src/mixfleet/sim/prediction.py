@@ -100,7 +100,8 @@ class Prediction(Spec, frozen=True, kw_only=True):
     energy_j: float | None
     """Joules per step at rated power, an upper bound; None if a device has no rating."""
     sent_bytes: dict[str, Sent] | None
-    """Payload bytes that each rank sends in a step, by category; None for large plans unless asked for."""
+    """Payload bytes that each rank (as text) sends in a step, by operation (`sim.sent`); None for large plans unless
+    asked for."""
     trace: Trace | None = None
 
     @property

@@ -9,6 +9,7 @@ from mixfleet.cluster import Cluster
 from mixfleet.cost.memory import boundary_bytes
 from mixfleet.cost.network import CollectiveOp, Transfer, collective, send
 from mixfleet.job import Job
+from mixfleet.model.spec import TensorComm
 from mixfleet.plan import Plan
 from mixfleet.program.action import GATHER, PUBLISH, REDUCE, SEND_ACT, SEND_GRAD, SYNC
 from mixfleet.program.layout import Comm, Layout
@@ -192,6 +193,12 @@ def _root(parent: dict[int, int], e: int) -> int:
         parent[e] = parent[parent[e]]
         e = parent[e]
     return e
+
+
+def tensor_bytes(comm: TensorComm, micro_batch: int, tensor: int, job: Job) -> int:
+    """Bytes of the whole tensor of a collective in a tensor group. Statistics in fp32 are fp64 in an fp64 job."""
+    element = max(comm.bytes_per_element or 0, 8) if job.precision == "fp64" else comm.bytes_per_element
+    return round(comm.size.at(micro_batch, job.seq_len, tensor) * (element or job.bytes.compute_bytes))
 
 
 def shards(a: Entity, b: Entity, nbytes: int) -> list[tuple[int, int, int]]:

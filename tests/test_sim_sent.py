@@ -1,0 +1,49 @@
+"""Law 5: a prediction counts the bytes that the runtime sends, and the state that it holds, exactly."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from mixfleet.program.layout import Layout
+from mixfleet.program.lower import lower
+from mixfleet.sim.memory import static
+from mixfleet.sim.sent import bytes_sent
+from run_pool import CLUSTER, Case, Pool, job, pipe, plan
+
+CASES = {
+    "pipelines with uneven micro-batches": plan(
+        pipe((0, 2, 5), (0,), (1,), samples=5, micro_batch=2), pipe((0, 3, 5), (2,), (3,), samples=1, micro_batch=1)),
+    "tensor parallel, full recompute": plan(
+        pipe((0, 2, 5), (0, 1), (2, 3), samples=6, micro_batch=2, tensor=(2, 2), recompute="full")),
+    "tensor parallel, last micro-batch smaller": plan(
+        pipe((0, 5), (0, 1, 2, 3), samples=6, micro_batch=4, tensor=(4,))),
+    "unequal tensor degrees": plan(pipe((0, 2, 5), (0, 1), (2,), samples=6, micro_batch=3, tensor=(2, 1))),
+    "zero-3 in two groups, optimizer over all": plan(
+        pipe((0, 5), (0, 1, 2, 3), samples=2, micro_batch=1, replicas=4), sharding=(2, 2, 4)),
+    "zero-2 of three": plan(pipe((0, 5), (0, 1, 2), samples=2, micro_batch=1, replicas=3), sharding=(1, 3, 3)),
+}
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    pool = Pool()
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("precision", ["fp64", "bf16"])
+def test_bytes_and_state_are_those_of_the_runtime(name: str, precision: str, pool: Pool) -> None:
+    case = Case(CASES[name], job(CASES[name].global_batch, precision=precision), steps=2)
+    layout = Layout(case.plan, case.job.model)
+    expected = bytes_sent(lower(case.plan, case.job.model, layout), case.plan, case.job, layout)
+    for rank, outcome in zip(case.plan.ranks, pool.run(case)):
+        sent: Counter[str] = Counter()
+        for (op, _), nbytes in outcome.sent.items():
+            sent[op] += nbytes
+        assert {op: n for op, n in sent.items() if n} == {op: 2 * n for op, n in expected[str(rank)].items()}
+        state = static(layout, case.job, rank)
+        assert outcome.state_bytes == {"weights": state.weights, "gradients": state.gradients,
+                                       "optimizer": state.master + state.moments}
+        assert CLUSTER.devices[rank].memory_bytes > sum(state)
