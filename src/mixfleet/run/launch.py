@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mixfleet.cluster import Cluster
-from mixfleet.errors import InputError
+from mixfleet.errors import InputError, RunError
 from mixfleet.job import Job
 from mixfleet.plan import Plan, why_not
 from mixfleet.spec import Spec
@@ -84,7 +84,7 @@ class TrainResult(Spec, frozen=True, kw_only=True):
     ranks: tuple[RankReport, ...] = ()
 
 
-class TrainError(RuntimeError):
+class TrainError(RunError):
     """Training failed, though nothing was wrong with the input. `details` is the traceback of the causing rank."""
 
     def __init__(self, message: str, details: str = "") -> None:

@@ -212,8 +212,6 @@ def train_loop(rank: Rank, options: Options, tell: Tell, stop: Callable[[], bool
                 "device_names": {str(r.rank): name for _, _, r, name, _ in everything}, "tokens_per_step": tokens}
         trace = Trace(spans=tuple(s for found, *_ in everything for s in found),
                       memory=tuple(m for _, found, *_ in everything for m in found), meta=meta)
-        if options.out_dir:
-            (Path(options.out_dir) / "trace.json").write_bytes(msgspec.json.encode(trace))
     return TrainResult(step=rank.step, losses=tuple(losses), stopped=stopping, trace=trace,
                        checkpoint=str(checkpoint) if checkpoint else "", ranks=tuple(r for _, _, r, _, _ in everything))
 
