@@ -284,10 +284,13 @@ class Fabric:
 
 
 class Copies:
-    """Moves that copy, as one rank carries them out: one message to and from each peer."""
+    """Moves that copy, as one rank carries them out: one message to and from each peer.
 
-    def __init__(self, fabric: Fabric, moves: Sequence[Move], source: Flat, target: Flat, channel: str, tag: int
-                 ) -> None:
+    `own` are (column, lo, hi) that the rank copies from its source to its target itself.
+    """
+
+    def __init__(self, fabric: Fabric, moves: Sequence[Move], source: Flat, target: Flat, channel: str, tag: int,
+                 own: Sequence[tuple[int, int, int]] = ()) -> None:
         self.fabric, self.channel, self.tag = fabric, channel, tag
         me = fabric.rank
         self.sends = [(dst, merged(v for m in moves if m.src == me and m.dst == dst
@@ -296,6 +299,8 @@ class Copies:
         self.receives = [(src, merged(v for m in moves if m.src == src and m.dst == me
                                       for v in target.views(m.column, m.lo, m.hi)))
                          for src in dict.fromkeys(m.src for m in moves if m.dst == me)]
+        self.own = cut_alike([v for piece in own for v in target.views(*piece)],
+                             [v for piece in own for v in source.views(*piece)])
 
     def steps(self) -> Steps:
         works: list[Task] = []
@@ -308,6 +313,8 @@ class Copies:
             works.append(self.fabric.receive(message, src, self.channel, self.tag))
         works += _send_all(self.fabric, self.sends, self.channel, self.tag)
         yield works
+        if self.own[0]:
+            torch._foreach_copy_(self.own[0], self.own[1])
         for message, views in scattered:
             torch._foreach_copy_(views, list(torch.split(message, [v.numel() for v in views])))
 

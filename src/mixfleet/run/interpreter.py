@@ -131,9 +131,10 @@ class Interpreter:
             tag = index * _TAGS_PER_UNIT + _TAGS[op]
             exchange: Copies | Sums
             if op == GATHER:
-                exchange = Copies(self.fabric, layout.gather(index), unit.weights, unit.compute, op, tag)
+                exchange = Copies(self.fabric, layout.gather(index), unit.weights, unit.compute, op, tag, unit.kept)
             elif op == PUBLISH:
-                exchange = Copies(self.fabric, layout.publish(index), unit.updated, unit.weights, op, tag)
+                exchange = Copies(self.fabric, layout.publish(index), unit.updated, unit.weights, op, tag,
+                                  unit.unpublished)
             elif op == REDUCE:
                 exchange = Sums(self.fabric, layout.reduce(index), unit.grad, unit.acc, op, tag, accumulate=True)
             else:
@@ -227,11 +228,10 @@ class Interpreter:
 
     def _backward(self, action: Action) -> None:
         blocks, mb = self.layout.model.blocks, action.mb
-        clear_for = self._passes * len(self._batches) + (mb if self.units and self._reduces else 0)
         for b in reversed(range(action.lo, action.hi)):
             for unit in self._units_of[b]:
                 unit.compute.wait()
-                self._clear(unit, clear_for)
+                self._clear(unit, mb)
             grad = (torch.tensor(self.loss_scale / self.job.tokens_per_step, dtype=torch.float64, device=self.device)
                     if b == len(blocks) - 1 else self._take("g", b + 1, mb))
             leaf, out, held = self._saved.pop((b, mb))
@@ -249,12 +249,9 @@ class Interpreter:
                 leaf.grad = None
             self._mark(f"B{b}.{mb}")
 
-    @property
-    def _reduces(self) -> bool:
-        return next(iter(self.units.values())).reduced
-
-    def _clear(self, unit: Unit, clear_for: int) -> None:
+    def _clear(self, unit: Unit, mb: int) -> None:
         """Zero the gradient buffer before the first backward of a step, or of a micro-batch where hop 1 empties it."""
+        clear_for = self._passes * len(self._batches) + (mb if unit.reduced else 0)
         if unit.cleared_for != clear_for:
             unit.cleared_for = clear_for
             if unit in self._reducing:

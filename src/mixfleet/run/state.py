@@ -65,9 +65,12 @@ class Unit:
         first = place.replica in layout.group("optimizer", 0)
         self.counted = [piece for piece in owned if first and columns[piece[0]].holders[place.replica][0] == rank]
         """Owned intervals that this rank alone adds to the norm and writes to checkpoints."""
-        self._local = [] if self.updated.data is self.weights.data else [
+        self.kept = pieces("weights") if self.sharded else []
+        """Intervals of sharded weights that stay here between steps."""
+        self.unpublished = [] if self.updated.data is self.weights.data else [
             (c, max(a, x), min(b, y)) for c, a, b in owned for d, x, y in pieces("weights")
             if c == d and max(a, x) < min(b, y)]
+        """Owned intervals of weights held here that the optimizer does not write in place."""
         params = {t.key: t.param for t in layout.units[index].tensors}
         runs = []
         at = 0
@@ -107,12 +110,6 @@ class Unit:
         self.weights.wait()
         self.compute.wait()
         self.optimizer.step(self._value, self._gradient, scale, lr, self._copy)
-        self._keep_own()
-
-    def _keep_own(self) -> None:
-        for c, lo, hi in self._local:
-            for into, new in zip(*cut_alike(self.weights.views(c, lo, hi), self.updated.views(c, lo, hi))):
-                into.copy_(new)
 
     def _slices(self) -> Iterator[tuple[str, int, int, list[Tensor], int, bool]]:
         """The owned piece by tensors: key, from, to, the values, where the moments lie, whether it is counted here."""
