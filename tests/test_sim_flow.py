@@ -94,3 +94,48 @@ def test_order_and_circles():
     assert times.critical() == [b, c, d]
     graph.order(d, c)
     assert run(graph)[1] == [3, 5, -1, -1]
+
+
+def plain(durations, flows, before):
+    """The same rules with nothing clever: all speeds anew at every event, until all tasks have ended."""
+    start, end, left = {}, {}, {}
+    now = 0.0
+    while len(end) < len(durations):
+        for task in range(len(durations)):
+            if task not in start and all(b in end and end[b] <= now + 1e-6 for b in before[task]):
+                start[task] = now
+                left[task] = flows[task].alone_ns if flows[task] else durations[task]
+        moving = [t for t in start if t not in end and flows[t] and now >= start[t] + flows[t].latency_ns - 1e-6]
+        speed = dict.fromkeys([t for t in start if t not in end and not flows[t]], 1.0)
+        speed.update(zip(moving, speeds([flows[t] for t in moving]) if moving else ()))
+        waits = [start[t] + flows[t].latency_ns - now for t in start
+                 if t not in end and flows[t] and t not in moving]
+        step = min([*waits, *(left[t] / v for t, v in speed.items())])
+        now += step
+        for t, v in speed.items():
+            left[t] -= step * v
+            if left[t] <= 1e-6 * max(1, now):
+                end[t] = now
+    return start, end
+
+
+def test_engine_equals_the_plain_rules_on_random_graphs():
+    rng = random.Random(11)
+    for _ in range(60):
+        size = rng.randint(2, 12)
+        flows = [flow(rng.choice([0, 1e-6, 3e-6]), [(p, rng.choice([1, 2, 5]) * GB, rng.randint(1, 50) * 1000)
+                                                    for p in rng.sample(range(4), rng.randint(1, 3))])
+                 if rng.random() < 0.7 else None for _ in range(size)]
+        durations = [rng.randint(0, 20_000) for _ in range(size)]
+        before = [sorted(rng.sample(range(t), min(t, rng.randint(0, 2)))) for t in range(size)]
+        graph = Graph()
+        for t in range(size):
+            graph.add(durations[t], flows[t])
+        for t in range(size):
+            for b in before[t]:
+                graph.order(b, t)
+        got = run(graph)
+        start, end = plain(durations, flows, before)
+        for t in range(size):  # the engine rounds every end to whole ns, and later ones build on it
+            assert abs(got.start[t] - start[t]) <= 3 * size
+            assert abs(got.end[t] - end[t]) <= 3 * size

@@ -204,3 +204,53 @@ def test_money_and_energy():
     assert found.cost_per_step == pytest.approx(2 * 7.2 * found.step_s / 3600)
     assert found.cost_per_million_tokens == pytest.approx(found.cost_per_step / 32 * 1e6)
     assert found.energy_j == pytest.approx(600 * found.step_s)
+
+
+def test_a_thousand_equal_devices_are_as_many_rows_as_sixteen():
+    from mixfleet.sim.interpreter import play
+
+    dev = device([(3, 5)] * 4)
+    counts = {}
+    for replicas in (8, 512):
+        plan = Plan(sharding=Sharding(optimizer=replicas), pipelines=(Pipeline(
+            samples=3, micro_batch=1, replicas=replicas, stages=tuple(
+                Stage(blocks=(2 * s, 2 * s + 2), devices=tuple(range(s * replicas, s * replicas + replicas)))
+                for s in range(2))),))
+        what = job([block(i, 5120) for i in range(4)], 3 * replicas)
+        where = cluster(*[dev] * (2 * replicas), nic=1e8)
+        layout = Layout(plan, what.model)
+        played = play(lower(plan, what.model, layout), plan, what, where, layout)
+        counts[replicas] = (len(played.rows), sum(len(row.actions) for row in played.rows))
+        assert sum(len(row.members) for row in played.rows) == 2 * replicas
+    assert counts[8] == counts[512]
+    assert counts[512][0] == 2
+
+
+def test_flop_utilization_of_a_real_model_by_the_formula():
+    from mixfleet.cluster import Cluster, Link, Node
+    from mixfleet.model.families import build
+
+    hidden, layers, vocab, seq, ffn = 256, 4, 1000, 128, 700
+    model = build({"layers": layers, "hidden": hidden, "heads": 8, "vocab": vocab, "max_seq_len": seq, "ffn": ffn})
+    what = job([block(0)], 6).replace(model=model, seq_len=seq, precision="bf16")
+    dev = device([]).replace(flops={"bf16": 3e12, "fp32": 1e12}, memory_Bps=1e12)
+    where = Cluster(name="two", nodes=(Node(name="n", devices=(dev, dev), nic=Link(latency_s=0, bandwidth_Bps=1e9),
+                                            link=Link(latency_s=0, bandwidth_Bps=1e11)),))
+    plan = Plan(pipelines=(Pipeline(samples=3, micro_batch=1, replicas=2, stages=(
+        Stage(blocks=(0, len(model.blocks)), devices=(0, 1), recompute="full"),)),))
+    found = predict(plan, what, where)
+    matrices = sum(p.count for b in model.blocks for p in b.params
+                   if len(p.shape) == 2 and (p.role == "dense" or b.name == "head"))
+    flops = 6 * seq * (6 * matrices + 6 * 2 * layers * seq * hidden)
+    assert found.mfu == pytest.approx(flops / found.step_s / (2 * 3e12), rel=0.02)
+    assert found.hfu == pytest.approx(found.mfu * 4 / 3, rel=0.02)
+
+
+def test_a_prediction_is_json():
+    import msgspec
+
+    plan = next(mixed_plans())
+    found = predict(plan, job([block(i, 2000) for i in range(6)], plan.global_batch), mixed_cluster(), trace=True)
+    data = msgspec.json.decode(msgspec.json.encode(found))
+    assert data["devices"][0]["peak_bytes"] == found.devices[0].peak_bytes
+    assert data["sent_bytes"]["0"] == found.sent_bytes["0"]
