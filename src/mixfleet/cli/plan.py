@@ -12,6 +12,7 @@ from mixfleet.cli._common import EXISTING, WRITABLE, emit, emit_json, html_optio
 
 if TYPE_CHECKING:
     from mixfleet.plan import Plan
+    from mixfleet.search import Objective
 
 
 @click.command()
@@ -19,12 +20,12 @@ if TYPE_CHECKING:
 @click.argument("cluster", type=EXISTING)
 @click.option("-o", "--output", type=WRITABLE, help="Write the best plan.")
 @click.option("--top", type=click.IntRange(1), default=5, show_default=True, help="How many plans to show.")
-@click.option("--max-seconds", type=click.FloatRange(0, min_open=True), default=60.0, show_default=True,
+@click.option("--max-seconds", type=click.FloatRange(0, min_open=True), default=120.0, show_default=True,
               help="Stop searching after this long; what remains is then stated.")
 @click.option("--objective", type=click.Choice(["time", "cost"]), help="Instead of the job's own.")
 @html_option
 @json_option
-def plan(job: Path, cluster: Path, output: Path | None, top: int, max_seconds: float, objective: str | None,
+def plan(job: Path, cluster: Path, output: Path | None, top: int, max_seconds: float, objective: Objective | None,
          html: Path | None, as_json: bool) -> int:
     """Find the best plan for JOB on CLUSTER and say why. Exits with 1, and the nearest miss, if nothing fits."""
     from mixfleet.cluster import Cluster
@@ -34,10 +35,8 @@ def plan(job: Path, cluster: Path, output: Path | None, top: int, max_seconds: f
     from mixfleet.sim import predict
 
     this_job, this_cluster = Job.load(job), Cluster.load(cluster)
-    if objective:
-        this_job = this_job.replace(objective=objective)
     progress(f"planning {this_job.name} on {this_cluster.name} ({len(this_cluster.devices)} devices) ...")
-    result = find(this_job, this_cluster, top=top, max_seconds=max_seconds)
+    result = find(this_job, this_cluster, top=top, max_seconds=max_seconds, objective=objective, progress=progress)
     best = result.best
     if best and output:
         _named(best.plan, job, cluster, output).save(output, header=best.summary)
