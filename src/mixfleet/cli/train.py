@@ -25,7 +25,8 @@ from mixfleet.cli.compare import MEASURED, PREDICTED
 from mixfleet.errors import InputError
 
 if TYPE_CHECKING:
-    from mixfleet.run import StepReport, TrainResult
+    from mixfleet.run import TrainResult
+    from mixfleet.run.metrics import StepMetrics
     from mixfleet.sim import Prediction
 
 METRICS = "metrics.jsonl"
@@ -49,7 +50,7 @@ def train(plan: Path, job: Path | None, cluster: Path | None, steps: int | None,
     """Train by PLAN: starts local processes, or runs as one of the processes of torchrun."""
     from mixfleet.report import chrome, views
     from mixfleet.run import train as run
-    from mixfleet.run.metrics import Reporter, StepMetrics
+    from mixfleet.run.metrics import Reporter
     from mixfleet.sim import predict
 
     loaded = load_plan(plan, job, cluster)
@@ -68,12 +69,11 @@ def train(plan: Path, job: Path | None, cluster: Path | None, steps: int | None,
     with ExitStack() as stack:
         reporters: list[Reporter] = []
 
-        def on_step(report: StepReport) -> None:
+        def on_step(report: StepMetrics) -> None:
             if not reporters:
                 path = out / METRICS if out else None
                 reporters.append(stack.enter_context(Reporter(path, last, first_step=report.step - 1)))
-            reporters[0].step(StepMetrics(step=report.step, loss=report.loss, tokens=report.tokens, lr=report.lr,
-                                          seconds=report.seconds, grad_norm=report.grad_norm))
+            reporters[0].step(report)
             seconds.append(report.seconds)
 
         result = run(loaded.plan, loaded.job, loaded.cluster, steps=last, out_dir=out or "", resume=resume or "",

@@ -3,11 +3,10 @@
 from mixfleet.run.launch import (
     Options,
     RankReport,
-    StepReport,
     TrainError,
     TrainResult,
     torchrun_commands,
     train,
 )
 
-__all__ = ["Options", "RankReport", "StepReport", "TrainError", "TrainResult", "torchrun_commands", "train"]
+__all__ = ["Options", "RankReport", "TrainError", "TrainResult", "torchrun_commands", "train"]

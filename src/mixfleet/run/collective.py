@@ -244,6 +244,7 @@ class Fabric:
         self._process = {r: i for i, r in enumerate(plan.ranks)}
         self.sent: Counter[tuple[str, int]] = Counter()
         """Payload bytes that this rank sent, by (kind of action, destination)."""
+        self._told = 0
         self._lock = threading.Lock()
         self._streams: dict[str, _Thread | _CudaStream] = {}
         self.groups = Groups(plan, cuda=device.type == "cuda")
@@ -259,6 +260,13 @@ class Fabric:
     def count(self, kind: str, dst: int, nbytes: int) -> None:
         with self._lock:
             self.sent[kind, dst] += nbytes
+
+    def newly_sent(self) -> int:
+        """Payload bytes that this rank sent since this was last asked."""
+        with self._lock:
+            total = self.sent.total()
+        new, self._told = total - self._told, total
+        return new
 
     def send(self, data: Tensor, dst: int, channel: str, tag: int) -> Task:
         """Start to send a contiguous tensor; it must stay unchanged until the work is done."""

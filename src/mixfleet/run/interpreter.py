@@ -60,6 +60,8 @@ class StepResult(NamedTuple):
     """Tokens that counted."""
     stop: bool
     """Whether some rank was asked to stop."""
+    bytes_sent: int
+    """Payload of all ranks since the same point of the step before."""
     skipped: bool = False
     """The fp16 gradient overflowed and the step was not taken."""
 
@@ -322,14 +324,16 @@ class Interpreter:
                       else torch.zeros((), dtype=torch.float64, device=self.device))
             valid = sum(self._valid(t) for _, t in self._batches) if counts else 0
             mine = torch.stack([self._loss if counts else torch.zeros_like(self._loss), square,
-                                square.new_full((), float(valid)), square.new_full((), float(self._stop))])
-            loss, square_sum, tokens, stop = self.fabric.sum(mine).tolist()
+                                square.new_tensor(valid), square.new_tensor(self._stop),
+                                square.new_tensor(self.fabric.newly_sent())])
+            loss, square_sum, tokens, stop, sent = self.fabric.sum(mine).tolist()
             factor = self.job.tokens_per_step / tokens / self.loss_scale if tokens else 0.0
             norm = square_sum**0.5 * factor
             skipped = self._adapt_loss_scale(norm)
             clip = self.job.clip_norm
             self._factor = factor * min(1.0, clip / (norm + 1e-6)) if clip else factor
-            self._result = StepResult(loss / tokens if tokens else 0.0, norm, int(tokens), stop > 0, skipped)
+            self._result = StepResult(loss / tokens if tokens else 0.0, norm, int(tokens), stop > 0, int(sent),
+                                      skipped)
 
     def _valid(self, targets: Tensor | None) -> int:
         if targets is None:

@@ -19,6 +19,7 @@ from mixfleet.cluster import Cluster
 from mixfleet.errors import InputError, RunError
 from mixfleet.job import Job
 from mixfleet.plan import Plan, why_not
+from mixfleet.run.metrics import StepMetrics
 from mixfleet.spec import Spec
 from mixfleet.trace import Trace
 
@@ -45,21 +46,6 @@ class Options(Spec, frozen=True, kw_only=True):
     """How many of the last steps to record."""
 
 
-class StepReport(Spec, frozen=True, kw_only=True):
-    """One step, as the first rank saw it."""
-
-    step: int
-    """Steps done."""
-    loss: float
-    grad_norm: float
-    lr: float
-    seconds: float
-    tokens: int
-    """Tokens that counted: masked ones are left out."""
-    tokens_per_s: float
-    skipped: bool = False
-
-
 class RankReport(Spec, frozen=True, kw_only=True):
     """What one rank held and sent."""
 
@@ -84,6 +70,16 @@ class TrainResult(Spec, frozen=True, kw_only=True):
     ranks: tuple[RankReport, ...] = ()
 
 
+class Failure(Spec, frozen=True, kw_only=True):
+    """Why a rank stopped. `secondary` failures only follow from another rank's."""
+
+    rank: int
+    message: str
+    details: str
+    bad_input: bool
+    secondary: bool
+
+
 class TrainError(RunError):
     """Training failed, though nothing was wrong with the input. `details` is the traceback of the causing rank."""
 
@@ -94,7 +90,7 @@ class TrainError(RunError):
 
 def train(plan: Plan, job: Job, cluster: Cluster, *, steps: int | None = None, out_dir: Path | str = "",
           resume: Path | str = "", checkpoint_every: int = 0, keep: int = 2, trace_steps: int = 0,
-          base: Path | str = "", source: Source | None = None, on_step: Callable[[StepReport], None] | None = None
+          base: Path | str = "", source: Source | None = None, on_step: Callable[[StepMetrics], None] | None = None
           ) -> TrainResult | None:
     """Train by a plan: with local processes, one per device of the plan, or as one process under `torchrun`.
 
@@ -113,10 +109,26 @@ def train(plan: Plan, job: Job, cluster: Cluster, *, steps: int | None = None, o
             Path(out_dir).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InputError(f"cannot be made: {error.strerror}", where=str(out_dir)) from None
-    report = on_step or (lambda _: None)
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return _under_torchrun(plan, job, cluster, source, Path(base), options, report)
-    return _Local(plan, job, cluster, source, Path(base), options, report).run()
+    run = _under_torchrun if "RANK" in os.environ and "WORLD_SIZE" in os.environ else _locally
+    return run(plan, job, cluster, source, Path(base), options, _Listener(options, on_step))
+
+
+class _Listener:
+    """Hears what the first rank tells: where it starts, every step, every checkpoint."""
+
+    def __init__(self, options: Options, on_step: Callable[[StepMetrics], None] | None) -> None:
+        self._on_step = on_step
+        self.step, self.checkpoint = 0, options.resume
+
+    def __call__(self, message: Any) -> None:
+        if isinstance(message, int):
+            self.step = message
+        elif isinstance(message, StepMetrics):
+            self.step = message.step
+            if self._on_step:
+                self._on_step(message)
+        elif isinstance(message, str):
+            self.checkpoint = message
 
 
 def torchrun_commands(plan: Plan, cluster: Cluster, arguments: Sequence[str], *, port: int = 29500
@@ -146,19 +158,15 @@ def _source(source: Source | None, job: Job, base: Path) -> Source:
 
 
 def _under_torchrun(plan: Plan, job: Job, cluster: Cluster, source: Source | None, base: Path, options: Options,
-                    report: Callable[[StepReport], None]) -> TrainResult | None:
+                    listener: _Listener) -> TrainResult | None:
     process, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world != len(plan.ranks):
         raise InputError(f"torchrun started {world} processes; the plan has {len(plan.ranks)} ranks. On each node: "
                          + "; ".join(c for _, c in torchrun_commands(plan, cluster, ["PLAN"])))
     from mixfleet.run import worker
 
-    def tell(message: Any) -> None:
-        if isinstance(message, StepReport):
-            report(message)
-
     try:
-        return worker.run(plan, job, cluster, _source(source, job, base), options, process, tell)
+        return worker.run(plan, job, cluster, _source(source, job, base), options, process, listener)
     except InputError:
         raise
     except Exception as error:
@@ -192,13 +200,12 @@ class _Local:
     """Local ranks and their parent, which watches them: the first failure ends the run, with one message."""
 
     def __init__(self, plan: Plan, job: Job, cluster: Cluster, source: Source | None, base: Path, options: Options,
-                 report: Callable[[StepReport], None]) -> None:
-        self.plan, self.cluster, self.options, self.report = plan, cluster, options, report
+                 listener: _Listener) -> None:
+        self.plan, self.cluster, self.options, self._listener = plan, cluster, options, listener
         self._arguments = plan, job, cluster, source, base, options
         self._processes: list[Any] = []
         self._pipes: dict[Any, int] = {}
-        self._step, self._checkpoint = 0, ""
-        self._failures: list[Any] = []
+        self._failures: list[Failure] = []
         self._dead: list[tuple[int, int]] = []
         self._result: TrainResult | None = None
 
@@ -275,15 +282,12 @@ class _Local:
         except (EOFError, OSError):
             del self._pipes[pipe]
             return
-        if isinstance(message, StepReport):
-            self._step = message.step
-            self.report(message)
-        elif isinstance(message, TrainResult):
+        if isinstance(message, TrainResult):
             self._result = message
-        elif isinstance(message, tuple):
-            self._step, self._checkpoint = message
-        elif message is not None:
+        elif isinstance(message, Failure):
             self._failures.append(message)
+        elif message is not None:
+            self._listener(message)
 
     def _error(self) -> Exception:
         """The one error to show: a death comes before an exception, and that before what only follows from it."""
@@ -298,6 +302,11 @@ class _Local:
             return InputError(causes[0].message)
         else:
             what, details = f"{_device_name(self.cluster, causes[0].rank)}: {causes[0].message}", causes[0].details
-        saved = self._checkpoint or self.options.resume
-        after = (f"The last checkpoint is {saved}" if saved else "There is no checkpoint yet")
-        return TrainError(f"{what}, after step {self._step}; the other ranks were stopped. {after}.", details)
+        saved = self._listener.checkpoint
+        after = f"The last checkpoint is {saved}" if saved else "There is no checkpoint yet"
+        return TrainError(f"{what}, after step {self._listener.step}; the other ranks were stopped. {after}.", details)
+
+
+def _locally(plan: Plan, job: Job, cluster: Cluster, source: Source | None, base: Path, options: Options,
+             listener: _Listener) -> TrainResult:
+    return _Local(plan, job, cluster, source, base, options, listener).run()

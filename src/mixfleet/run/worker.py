@@ -13,7 +13,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 
@@ -27,7 +26,8 @@ from mixfleet.program.lower import lower
 from mixfleet.run.checkpoint import Entry, Reader, State, save
 from mixfleet.run.collective import Fabric
 from mixfleet.run.interpreter import Interpreter, MicroBatch
-from mixfleet.run.launch import Options, RankReport, StepReport, TrainResult
+from mixfleet.run.launch import Failure, Options, RankReport, TrainResult
+from mixfleet.run.metrics import StepMetrics
 from mixfleet.run.optim import learning_rate
 from mixfleet.run.recorder import Recorder
 from mixfleet.run.source import Source
@@ -177,6 +177,8 @@ def train_loop(rank: Rank, options: Options, tell: Tell, stop: Callable[[], bool
     checkpoint: Path | None = None
     trace_from = options.steps - options.trace_steps if options.trace_steps else options.steps
     stopping = False
+    if first:
+        tell(rank.step)
     while rank.step < options.steps and not stopping:
         if rank.step >= trace_from and not rank.recorder.on:
             rank.recorder.start()
@@ -192,14 +194,13 @@ def train_loop(rank: Rank, options: Options, tell: Tell, stop: Callable[[], bool
         if rank.recorder.on:
             bounds.append((start + rank.recorder.offset_ns, end + rank.recorder.offset_ns))
         if first:
-            seconds = (end - start) / 1e9
-            tell(StepReport(step=rank.step, loss=result.loss, grad_norm=result.grad_norm, lr=lr, seconds=seconds,
-                            tokens=result.valid, tokens_per_s=tokens / seconds, skipped=result.skipped))
+            tell(StepMetrics(step=rank.step, loss=result.loss, tokens=result.valid, seconds=(end - start) / 1e9, lr=lr,
+                             grad_norm=result.grad_norm, bytes_sent=result.bytes_sent))
         last = stopping or rank.step == options.steps
         if root and (last or (options.checkpoint_every and rank.step % options.checkpoint_every == 0)):
             checkpoint = rank.save(root, options.keep)
             if first:
-                tell((rank.step, str(checkpoint)))
+                tell(str(checkpoint))
     rank.interpreter.finish()
     spans, memory = rank.recorder.stop()
     everything = rank.gather((spans, memory, rank.report(), rank.cluster.devices[rank.rank].name, bounds))
@@ -214,16 +215,6 @@ def train_loop(rank: Rank, options: Options, tell: Tell, stop: Callable[[], bool
                       memory=tuple(m for _, found, *_ in everything for m in found), meta=meta)
     return TrainResult(step=rank.step, losses=tuple(losses), stopped=stopping, trace=trace,
                        checkpoint=str(checkpoint) if checkpoint else "", ranks=tuple(r for _, _, r, _, _ in everything))
-
-
-class Failure(msgspec.Struct):
-    """Why a rank stopped. `secondary` failures only follow from another rank's."""
-
-    rank: int
-    message: str
-    details: str
-    bad_input: bool
-    secondary: bool
 
 
 def run(plan: Plan, job: Job, cluster: Cluster, source: Source, options: Options, process: int, tell: Tell, *,
@@ -260,4 +251,5 @@ def failure(rank: int, error: BaseException) -> Failure:
     secondary = isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(word in text for word in network))
     shown = text if isinstance(error, InputError) else f"{type(error).__name__}: {text.splitlines()[0]}"
-    return Failure(rank, shown, "".join(traceback.format_exception(error)), isinstance(error, InputError), secondary)
+    return Failure(rank=rank, message=shown, details="".join(traceback.format_exception(error)),
+                   bad_input=isinstance(error, InputError), secondary=secondary)
