@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -91,12 +92,12 @@ class Plan(Spec, frozen=True, kw_only=True, dict=True):
         if not self.pipelines:
             raise InputError("pipelines is empty; a plan has at least one")
 
-    @property
+    @cached_property
     def replicas(self) -> tuple[tuple[int, int], ...]:
         """All data-parallel replicas as (pipeline, replica in it), in order: their index is the replica number."""
         return tuple((p, r) for p, pipe in enumerate(self.pipelines) for r in range(pipe.replicas))
 
-    @property
+    @cached_property
     def ranks(self) -> tuple[int, ...]:
         """Devices in use, ascending."""
         return tuple(sorted({d for p in self.pipelines for s in p.stages for d in s.devices}))

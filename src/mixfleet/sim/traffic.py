@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import NamedTuple
 
 from mixfleet.cluster import Cluster
@@ -140,18 +141,27 @@ class Traffic:
         degrees = {len(self.entities[e].ranks) for e in entities}
         # Tensor ranks of equal groups do the same side by side: the last one, whose slice is the largest, is asked.
         equal = len(degrees) == 1 and all(len(h) == 1 for h in hosts)
+        # Where every degree divides the next, a group of one rank is the group of all its members.
+        shard, n = self._plan.sharding, len(self._plan.replicas)
+        chain = [min(d, n) for d in (shard.weights, shard.gradients, shard.optimizer, n)]
+        regular = equal and all(b % a == 0 for a, b in pairwise(chain))
         phases: list[dict[tuple[int, ...], tuple[Comm, int]]] = []
+        covered: list[set[int]] = []
         for e in entities:
+            if regular and covered and all(e in seen for seen in covered):
+                continue
             ranks = self.entities[e].ranks
             for rank in ranks[-1:] if equal else ranks:
                 for i, comm in enumerate(self._layout.comms(op, unit, rank)):
                     if i == len(phases):
                         phases.append({})
+                        covered.append(set())
                     # Of two views of one group the smaller counts: a rank that holds more than the others' slices
                     # meets the others in several groups.
                     known = phases[i].get(comm.ranks)
                     if known is None or comm.elements < known[0].elements:
                         phases[i][comm.ranks] = (comm, e)
+                        covered[i].update(self._entity_of[r] for r in comm.ranks)
         sides = degrees.pop() if equal else 1
         for i, comms in enumerate(phases):
             parent = {e: e for e in entities}
