@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: help venv demo test test-slow test-all lint bench clean
+.PHONY: help venv demo test test-slow test-all lint bench docs clean
 
 help:
 	@echo "make demo       plan a mixed lab, train on this machine by a plan made for it, compare"
@@ -11,6 +11,7 @@ help:
 	@echo "make test-all   all tests"
 	@echo "make lint       ruff, mypy --strict"
 	@echo "make bench      the figures of docs/performance.md"
+	@echo "make docs       current output and picture in the README"
 	@echo "make venv       the development environment in $(VENV)"
 
 $(VENV)/.run: requirements/run.txt pyproject.toml
@@ -44,6 +45,11 @@ lint: $(VENV)/.dev
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks
+
+docs: $(VENV)/.dev
+	$(BIN)/python tests/test_docs.py
+	$(BIN)/mixfleet plan examples/jobs/llama-3-8b.yaml examples/clusters/mixed-lab.yaml -o out/lab-plan.yaml > /dev/null
+	$(BIN)/python examples/picture.py out/lab-plan.yaml docs/timeline.svg
 
 clean:
 	rm -rf $(VENV) out build dist .pytest_cache .mypy_cache .ruff_cache

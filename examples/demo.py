@@ -52,7 +52,7 @@ def main() -> int:
     say("5. Was the prediction right?")
     mixfleet("compare", str(OUT / "run"), "--html", str(OUT / "compare.html"))
 
-    say(f"Open {OUT / 'lab.html'} and {OUT / 'compare.html'} in a browser; {OUT / 'run/measured.json'} opens in Perfetto.")
+    say(f"Open {OUT}/lab.html and {OUT}/compare.html in a browser; {OUT}/run/measured.json opens in Perfetto.")
     return 0
 
 
