@@ -110,7 +110,7 @@ def plan_of(row: dict[str, str], blocks: int) -> Plan:
     if tensor * data * stages != count(row, "num_gpus"):
         raise KeyError("dp * tp * pp")
     samples, left = divmod(count(row, "global_batch"), data)
-    if left or samples % count(row, "micro_batch"):
+    if left or samples % count(row, "micro_batch") or stages > blocks - 2:
         raise KeyError("global_batch")
     recompute = row["recompute"].split()[0] if row["recompute"] else "none"
     per_stage = tensor * data
