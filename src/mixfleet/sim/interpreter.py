@@ -101,7 +101,8 @@ class _Player:
     """Turns the program into a graph of tasks and runs it."""
 
     def __init__(self, program: Program, plan: Plan, job: Job, cluster: Cluster, layout: Layout, fold: bool) -> None:
-        self._plan, self._layout, self._devices = plan, layout, cluster.devices
+        self._layout, self._devices = layout, cluster.devices
+        self._sizes = [pipeline.micro_batches for pipeline in plan.pipelines]
         self._roles = {(role.pipeline, role.stage): role.actions for role in program.roles}
         self._traffic = Traffic(plan, job, cluster, layout)
         self._pricing = _Pricing(plan, job, cluster, layout, self._traffic)
@@ -155,7 +156,7 @@ class _Player:
         """The tasks of an action, one after another; `turn` counts the actions of its kind on its unit."""
         op, traffic = action.op, self._traffic
         entity = traffic.entities[e]
-        sizes = self._plan.pipelines[entity.pipeline].micro_batches
+        sizes = self._sizes[entity.pipeline]
         if op in _SENDER:
             kind: Kind = (_SENDER[op][0], entity.pipeline, entity.stage + _SENDER[op][1])
             return (), [self._transfer(traffic.at[e, kind], (action.mb,), sizes[action.mb], sizes[0])]
@@ -222,15 +223,13 @@ class _Flows:
         if key not in self._made:
             instance, capacities = self._traffic.instances[i], self._traffic.capacities
             scale = size / whole
-            alone_s = max((n * scale / capacities[p] for p, n in instance.demands), default=0.0)
             # Of the ports of one colour the instance passes, the fullest by itself speaks for all.
             unique: dict[int, tuple[float, float, float]] = {}
             for port, nbytes in instance.demands:
                 found = (self._passing[colour, port] * scale, nbytes * scale, capacities[port])
                 unique[self._ports[port]] = max(found, unique.get(self._ports[port], found))
             self._made[key] = flow(instance.latency_s, [(p, c, n) for p, (_, n, c) in unique.items()],
-                                   [total for total, _, _ in unique.values()]) if alone_s else flow(
-                                       instance.latency_s, [])
+                                   [total for total, _, _ in unique.values()])
         return self._made[key]
 
 
