@@ -12,7 +12,7 @@ from mixfleet.cluster import Cluster
 from mixfleet.errors import InputError
 from mixfleet.job import Job
 from mixfleet.plan import Pipeline, Plan, Sharding, Stage
-from mixfleet.report import chrome, html, terminal, timeline, views
+from mixfleet.report import chrome, html, results, terminal, timeline, views
 from mixfleet.sim import predict
 from mixfleet.trace import CATEGORIES, STREAMS, MemoryMark, Span, Trace, compare
 
@@ -112,7 +112,7 @@ def checked(page):
 def test_page_is_self_contained_and_escapes():
     trace = tiny()
     page = html.render("<script>alert(1)</script>", tiles=[("step", "<i>")], traces=[("one", trace), ("two", trace)],
-                       capacity={0: 8 * 2**30}, sections=[views.trace(trace)],
+                       capacity={0: 8 * 2**30}, sections=[results.trace(trace)],
                        bars=[html.Bar("A<b>", {"weights": 3 * 2**30, "moments": 2**30}, 8 * 2**30)])
     tags = checked(page)
     assert tags.count("svg") == 2
@@ -158,7 +158,7 @@ def test_ranges_and_counts():
 
 
 def test_trace_view_shows_where_time_went():
-    text = terminal.text(views.trace(tiny()))
+    text = terminal.text(results.trace(tiny()))
     assert "predicted trace of 1 step" in text
     row = next(line for line in text.splitlines() if line.startswith("1 (x 3)"))
     assert "50.0 %" in row
@@ -167,7 +167,7 @@ def test_trace_view_shows_where_time_went():
 
 
 def test_comparison_view_names_the_worst():
-    text = terminal.text(views.comparison(compare(tiny(), tiny("measured", 2)), {"1": "B&C"}))
+    text = terminal.text(results.comparison(compare(tiny(), tiny("measured", 2)), {"1": "B&C"}))
     assert "step predicted 10 ms, measured 20 ms: -50.0 %" in text
     assert "forward on rank 1: predicted 5 ms, measured 10 ms" in text
 
@@ -190,7 +190,7 @@ def test_page_of_a_prediction():
     assert tags.count("svg") == 2
     assert "Memory per device" in page
     assert "0-7 A100-SXM4-80GB" in page
-    shown = terminal.text(views.prediction(prediction, plan))
+    shown = terminal.text(results.prediction(prediction, plan))
     assert "bound by" in shown
     assert all(name in html.PARTS for use in prediction.devices for name in use.breakdown)
 

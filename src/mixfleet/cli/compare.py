@@ -22,7 +22,7 @@ def compare(predicted: Path, measured: Path | None, html: Path | None, as_json: 
 
     Give two trace files, or the folder of a run that `mixfleet train --trace` wrote: it holds both.
     """
-    from mixfleet.report import chrome, views
+    from mixfleet.report import chrome, results
     from mixfleet.trace import compare as compare_traces
 
     if measured is None:
@@ -31,13 +31,13 @@ def compare(predicted: Path, measured: Path | None, html: Path | None, as_json: 
         predicted, measured = predicted / PREDICTED, predicted / MEASURED
     ours, theirs = chrome.read_trace(predicted), chrome.read_trace(measured)
     result = compare_traces(ours, theirs)
-    view = views.comparison(result, theirs.meta.get("device_names", {}))
+    view = results.comparison(result, theirs.meta.get("device_names", {}))
     if html:
         from mixfleet.report import html as page
 
         page.write(html, page.render("Predicted against measured", f"{predicted}, {measured}",
                                      traces=[("predicted", ours), ("measured", theirs)],
-                                     sections=[view, views.trace(ours), views.trace(theirs)]))
+                                     sections=[view, results.trace(ours), results.trace(theirs)]))
         progress(f"wrote {html}")
     if as_json:
         emit_json({"step": {**result.step._asdict(), "error": result.step.error},

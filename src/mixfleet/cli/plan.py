@@ -30,7 +30,7 @@ def plan(job: Path, cluster: Path, output: Path | None, top: int, max_seconds: f
     """Find the best plan for JOB on CLUSTER and say why. Exits with 1, and the nearest miss, if nothing fits."""
     from mixfleet.cluster import Cluster
     from mixfleet.job import Job
-    from mixfleet.report import views
+    from mixfleet.report import results, views
     from mixfleet.search import find
     from mixfleet.sim import predict
 
@@ -46,14 +46,15 @@ def plan(job: Path, cluster: Path, output: Path | None, top: int, max_seconds: f
 
         prediction = predict(best.plan, this_job, this_cluster, trace=True)
         page.write(html, page.of_prediction(f"{this_job.name} on {this_cluster.name}", best.plan, prediction,
-                                            cluster=this_cluster, more=views.search(result)))
+                                            cluster=this_cluster, more=results.search(result)))
         progress(f"wrote {html}")
     if as_json:
         emit_json(result)
     elif best:
-        emit(*views.search(result), views.plan(best.plan, this_cluster), views.prediction(best.prediction, best.plan))
+        emit(*results.search(result), views.plan(best.plan, this_cluster),
+             results.prediction(best.prediction, best.plan))
     else:
-        emit(*views.search(result))
+        emit(*results.search(result))
     return 0 if best else 1
 
 

@@ -30,7 +30,7 @@ from mixfleet.cli._common import (
 def predict(plan: Path, job: Path | None, cluster: Path | None, trace: Path | None, html: Path | None,
             as_json: bool) -> int:
     """Predict step time, memory per device and cost of PLAN. Exits with 1 if it does not fit."""
-    from mixfleet.report import chrome, views
+    from mixfleet.report import chrome, results, views
     from mixfleet.sim import predict as run
 
     what, this_job, this_cluster, _ = load_plan(plan, job, cluster)
@@ -47,5 +47,5 @@ def predict(plan: Path, job: Path | None, cluster: Path | None, trace: Path | No
     if as_json:
         emit_json(result.replace(trace=None))
     else:
-        emit(views.plan(what, this_cluster), views.prediction(result, what))
+        emit(views.plan(what, this_cluster), results.prediction(result, what))
     return 0 if result.fits else 1

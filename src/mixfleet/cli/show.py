@@ -65,7 +65,7 @@ def _json_file(path: Path) -> tuple[View, Any]:
     import json
 
     from mixfleet.model.families import build
-    from mixfleet.report import chrome, views
+    from mixfleet.report import chrome, results, views
 
     try:
         data = json.loads(path.read_bytes())
@@ -73,7 +73,7 @@ def _json_file(path: Path) -> tuple[View, Any]:
         raise InputError(f"not valid JSON: {error}", where=str(path)) from None
     if isinstance(data, dict) and "traceEvents" in data:
         trace = chrome.read_trace(path)
-        return views.trace(trace), trace
+        return results.trace(trace), trace
     model = build(path)
     return views.model(model), _summary(model)
 

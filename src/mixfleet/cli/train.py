@@ -48,7 +48,7 @@ METRICS = "metrics.jsonl"
 def train(plan: Path, job: Path | None, cluster: Path | None, steps: int | None, out: Path | None, resume: Path | None,
           checkpoint_every: int, trace: bool, trace_steps: int, local: bool, commands: bool, as_json: bool) -> None:
     """Train by PLAN: starts local processes, or runs as one of the processes of torchrun."""
-    from mixfleet.report import chrome, views
+    from mixfleet.report import chrome, results
     from mixfleet.run import train as run
     from mixfleet.run.metrics import Reporter
     from mixfleet.sim import predict
@@ -89,7 +89,7 @@ def train(plan: Path, job: Path | None, cluster: Path | None, steps: int | None,
     if as_json:
         emit_json(_summary(result, prediction, step_s))
     else:
-        emit(views.training(_summary(result, prediction, step_s)))
+        emit(results.training(_summary(result, prediction, step_s)))
 
 
 def _summary(result: TrainResult, prediction: Prediction, step_s: float | None) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from mixfleet.files import write_text
-from mixfleet.report import timeline, views
+from mixfleet.report import results, timeline, views
 from mixfleet.report.views import View
 from mixfleet.trace import Trace, compare
 from mixfleet.units import show_bytes
@@ -63,14 +63,14 @@ def of_prediction(title: str, plan: Plan, prediction: Prediction, *, cluster: Cl
     if measured:
         traces.append(("measured", measured))
         if prediction.trace:
-            found.append(views.comparison(compare(prediction.trace, measured), measured.meta.get("device_names", {})))
+            found.append(results.comparison(compare(prediction.trace, measured), measured.meta.get("device_names", {})))
     bars = [Bar(f"{views.ranges(u.rank for u in group)} {group[0].device}", group[0].breakdown, group[0].capacity_bytes)
-            for group in views.alike(prediction)]
-    tiles = [(name, value) for name, value in views.headline(prediction) if value and name in TILES]
+            for group in results.alike(prediction)]
+    tiles = [(name, value) for name, value in results.headline(prediction) if value and name in TILES]
     return render(title, f"cluster {cluster.name}, {plan.schedule}, {plan.global_batch} samples per step", tiles=tiles,
                   lines=[f"Bound by {prediction.bound}.", *prediction.reasons], traces=traces, bars=bars,
                   capacity=capacity,
-                  sections=[*found, *more, views.plan(plan, cluster), views.prediction(prediction, plan)])
+                  sections=[*found, *more, views.plan(plan, cluster), results.prediction(prediction, plan)])
 
 
 def write(path: str | Path, page: str) -> None:

@@ -1,4 +1,4 @@
-"""What there is to say about a cluster, model, job, plan or trace: headings, facts and tables of text.
+"""What there is to say about a cluster, model, job or plan: headings, facts and tables of text.
 
 The terminal and the HTML page both print these views, so that they never tell different things.
 """
@@ -7,20 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from mixfleet.trace import (
-    Comparison,
-    Trace,
-    bubble,
-    by_category,
-    flop_utilization,
-    mean_exposed,
-    peak_memory,
-    step_s,
-    utilization,
-)
-from mixfleet.units import show_bytes, show_count, show_flops, show_rate, show_seconds
+from mixfleet.units import show_bytes, show_count, show_flops, show_rate
 
 if TYPE_CHECKING:
     from mixfleet.catalog.instances import Instance
@@ -28,8 +17,6 @@ if TYPE_CHECKING:
     from mixfleet.job import Job
     from mixfleet.model import Model
     from mixfleet.plan import Plan
-    from mixfleet.search.result import NearestMiss, Ranked, SearchResult
-    from mixfleet.sim.prediction import DeviceUse, Prediction
 
 
 class Table(NamedTuple):
@@ -70,7 +57,8 @@ def percent(fraction: float) -> str:
     return f"{100 * fraction:.1f} %"
 
 
-def _some(value: float, shown: str) -> str:
+def some(value: float, shown: str) -> str:
+    """`shown` unless `value` is 0: views leave out facts without a value."""
     return shown if value else ""
 
 
@@ -120,7 +108,7 @@ def devices(known: Iterable[Device]) -> View:
     return View("devices", tables=[Table(
         ["device", "architecture", ">memory", ">bf16/fp16", ">fp32", ">memory rate", ">link", ">power"],
         [[d.name, d.arch, show_bytes(d.memory_bytes), tensor_rate(d), show_flops(d.vector_flops),
-          show_rate(d.memory_Bps), _some(d.link_Bps, show_rate(d.link_Bps)), _some(d.power_w, f"{d.power_w:.0f} W")]
+          show_rate(d.memory_Bps), some(d.link_Bps, show_rate(d.link_Bps)), some(d.power_w, f"{d.power_w:.0f} W")]
          for d in known])])
 
 
@@ -132,13 +120,13 @@ def device(this: Device) -> View:
         ("vector fp32", show_flops(this.vector_flops)),
         ("memory", show_bytes(this.memory_bytes)),
         ("memory rate", show_rate(this.memory_Bps)),
-        ("cache", _some(this.cache_bytes, show_bytes(this.cache_bytes))),
-        ("link", _some(this.link_Bps, show_rate(this.link_Bps))),
-        ("PCIe", _some(this.pcie_Bps, show_rate(this.pcie_Bps))),
-        ("power", _some(this.power_w, f"{this.power_w:.0f} W")),
+        ("cache", some(this.cache_bytes, show_bytes(this.cache_bytes))),
+        ("link", some(this.link_Bps, show_rate(this.link_Bps))),
+        ("PCIe", some(this.pcie_Bps, show_rate(this.pcie_Bps))),
+        ("power", some(this.power_w, f"{this.power_w:.0f} W")),
         ("price", "" if this.price_per_hour is None else f"{this.price_per_hour:.2f} per hour"),
         ("cores", ", ".join(map(str, this.cores))),
-        ("share of them", _some(this.share < 1, percent(this.share))),
+        ("share of them", some(this.share < 1, percent(this.share))),
         ("measured blocks", ", ".join(sorted({t.block for t in this.block_times}))),
         ("source", this.source)])
 
@@ -178,7 +166,7 @@ def model(this: Model) -> View:
     return View(
         f"model {this.name}",
         [("family", this.family), ("parameters", f"{this.count:,}"),
-         *((name, _some(count, f"{count:,}")) for name, count in (
+         *((name, some(count, f"{count:,}")) for name, count in (
              ("layers", this.layers), ("hidden", this.hidden), ("heads", this.heads),
              ("key/value heads", this.kv_heads), ("vocabulary", this.vocab), ("longest sequence", this.max_seq_len)))],
         [Table(["blocks", "kind", ">parameters each", ">forward", ">saved", ">boundary"], rows,
@@ -193,7 +181,7 @@ def job(this: Job) -> View:
         ("global batch", f"{this.global_batch:,} sequences, {this.tokens_per_step:,} tokens"),
         ("precision", this.precision),
         ("optimizer", f"{this.optimizer.name}, learning rate {this.optimizer.lr:g} ({this.optimizer.decay})"),
-        ("gradient clipping", _some(this.clip_norm, f"{this.clip_norm:g}")),
+        ("gradient clipping", some(this.clip_norm, f"{this.clip_norm:g}")),
         ("steps", f"{this.steps:,}"),
         ("data", f"{this.data.kind} {this.data.path}".rstrip()),
         ("objective", this.objective)])
@@ -222,160 +210,3 @@ def plan(this: Plan, on: Cluster | None = None) -> View:
          ("idle ranks", ranges(set(range(len(on.devices))) - set(this.ranks)) if on else "")],
         [Table(["pipeline", "stage", "blocks", "ranks", "devices", ">tensor", ">micro-batch", ">samples", "recompute"],
                rows)])
-
-
-# What a plan will do
-
-
-def headline(this: Prediction) -> list[tuple[str, str]]:
-    """The figures that decide, name and value."""
-    peak = this.peak
-    exposed = ", ".join(f"{category} {show_seconds(t)}" for category, t in this.exposed_s.items() if t)
-    return [
-        ("step", show_seconds(this.step_s)), ("tokens/s", f"{this.tokens_per_s:,.0f}"), ("MFU", percent(this.mfu)),
-        ("HFU", percent(this.hfu) if this.hfu != this.mfu else ""),
-        ("fullest device", f"{show_bytes(peak.peak_bytes)} of {show_bytes(peak.capacity_bytes)} ({peak.device})"),
-        ("when", f"{peak.phase}, on rank {peak.rank}"),
-        ("bubble", percent(this.bubble)),
-        ("exposed communication", exposed or "none"),
-        ("cost per million tokens", money(this.cost_per_million_tokens)), ("cost per step", money(this.cost_per_step))]
-
-
-def money(amount: float | None) -> str:
-    """In the currency of the cluster file, which has no name."""
-    return "" if amount is None else f"{amount:.3g}" if amount < 1000 else f"{amount:,.0f}"
-
-
-def prediction(this: Prediction, of: Plan) -> View:
-    """The figures, what bounds them, and what every device does and holds; equal devices share a row."""
-    facts = [*headline(this), ("bound by", this.bound), *(("", reason) for reason in this.reasons)]
-    return View("prediction: fits" if this.fits else "prediction: does not fit", facts, [_devices(this, of)])
-
-
-def alike(this: Prediction) -> list[list[DeviceUse]]:
-    """Devices of a stage that hold the same, together."""
-    groups: dict[tuple[object, ...], list[DeviceUse]] = {}
-    for use in this.devices:
-        groups.setdefault((use.pipeline, use.stage, use.device, use.peak_bytes, use.phase), []).append(use)
-    return list(groups.values())
-
-
-def _devices(this: Prediction, of: Plan) -> Table:
-    rows = []
-    for group in alike(this):
-        use = group[0]
-        pipe = of.pipelines[use.pipeline]
-        stage = pipe.stages[use.stage]
-        rows.append([ranges(u.rank for u in group), use.device, f"{use.pipeline}.{use.stage}",
-                     f"{stage.blocks[0]}-{stage.blocks[1] - 1}", str(pipe.micro_batch), str(pipe.samples),
-                     percent(use.busy), show_bytes(use.fresh_bytes), show_bytes(use.resumed_bytes),
-                     show_bytes(use.capacity_bytes)])
-    return Table(["ranks", "device", "stage", "blocks", ">micro-batch", ">samples", ">computes", ">first step",
-                  ">later steps", ">memory"], rows, "peak memory of the first step, which makes the optimizer's "
-                 "state, and of later ones")
-
-
-def search(this: SearchResult) -> list[View]:
-    """The ranking, why the best wins, what was rejected; or why nothing fits."""
-    counts = [("considered", f"{plural(this.considered, 'candidate')}, {this.simulated:,} simulated"
-               + (", all there are" if this.exact else "") + ("" if this.complete else "; stopped at a limit"))]
-    rejections = Table(["rejected", ">candidates", "for example"],
-                       [[r.reason, f"{r.count:,}", r.example] for r in this.rejections])
-    if this.best is None:
-        return [View("nothing fits", [*_missed(this.nearest_miss), *counts], [rejections])]
-    tables = [_ranking(this.plans)]
-    if this.alternatives:
-        tables.append(Table(["instead of searching", ">step", ">slower", ""], [
-            [a.name, "" if a.step_s is None else show_seconds(a.step_s),
-             "" if a.relative is None else f"{a.relative:.2f} x", a.why_not or a.summary] for a in this.alternatives]))
-    facts = [("" if i else "why", line) for i, line in enumerate(this.why)]
-    facts += [("bound by", this.bound),
-              ("upper bound", f"{percent(this.fraction_of_upper_bound)} of what all devices would do alone"),
-              *((f"ranks {ranges(left.devices)}", f"{left.device_name}, left out: {left.reason}. {left.better_use}")
-                for left in this.left_over)]
-    return [View(f"best plans by {this.objective}", facts, tables),
-            View("the search", counts, [rejections] if this.rejections else [])]
-
-
-def _ranking(plans: Sequence[Ranked]) -> Table:
-    """The cost column is there only where devices have prices."""
-    rows = []
-    for place, ranked in enumerate(plans, 1):
-        of = ranked.prediction
-        rows.append([str(place), show_seconds(of.step_s), f"{of.tokens_per_s:,.0f}", percent(of.mfu),
-                     percent(of.peak.peak_bytes / of.peak.capacity_bytes), money(of.cost_per_million_tokens),
-                     ranked.summary])
-    columns = ["plan", ">step", ">tokens/s", ">MFU", ">fullest device", ">cost/Mtoken", ""]
-    shown = [i for i, name in enumerate(columns) if name != ">cost/Mtoken" or any(row[i] for row in rows)]
-    return Table([columns[i] for i in shown], [[row[i] for i in shown] for row in rows])
-
-
-def _missed(miss: NearestMiss | None) -> list[tuple[str, str]]:
-    if miss is None:
-        return []
-    return [("nearest miss", f"{miss.device_name} (rank {miss.device}, node {miss.node}) lacks "
-             f"{show_bytes(miss.lacks_bytes)} in {miss.phase}"),
-            ("by this plan", miss.summary), *(("would fit with", change) for change in miss.changes)]
-
-
-# What happened
-
-_GROUPS = {"forward": ("forward",), "backward": ("backward", "recompute"), "activations": ("tensor", "send", "recv"),
-           "state": ("gather", "reduce"), "optimizer": ("optimizer",)}
-
-
-def trace(this: Trace) -> View:
-    """Totals, and where every device's time went."""
-    used, busy, peaks = by_category(this), utilization(this), peak_memory(this)
-    names = this.meta.get("device_names", {})
-    rows = []
-    for d in this.devices:
-        times = [sum(used[d].get(c, 0.0) for c in kinds) for kinds in _GROUPS.values()]
-        copies = f" (x {this.multiplicity(d)})" if this.multiplicity(d) > 1 else ""
-        rows.append([f"{d}{copies}", str(names.get(str(d), "")), percent(busy[d]),
-                     *(_some(t, show_seconds(t)) for t in times),
-                     show_bytes(peaks[d].total_bytes) if d in peaks else ""])
-    mfu, hfu = flop_utilization(this)
-    step, tokens = step_s(this), float(this.meta.get("tokens_per_step", 0))
-    alone = mean_exposed(this)
-    return View(
-        f"{this.meta.get('kind', '')} trace of {plural(len(this.steps_ns), 'step')}".strip(),
-        [("step", show_seconds(step)), ("tokens/s", _some(tokens * step, f"{tokens / (step or 1):,.0f}")),
-         ("MFU", _some(mfu, percent(mfu))), ("HFU", percent(hfu) if hfu and hfu != mfu else ""),
-         ("bubble", percent(bubble(this))),
-         ("exposed", ", ".join(f"{c} {show_seconds(s)}" for c, s in alone.items() if s) or "nothing")],
-        [Table(["rank", "device", ">computes", *(f">{name}" for name in _GROUPS), ">peak memory"], rows,
-               "time per step and device; activations and state: moving them")])
-
-
-def comparison(this: Comparison, names: dict[str, str]) -> View:
-    """Predicted against measured seconds per step, by device and category."""
-    def off(error: float | None) -> str:
-        return "" if error is None else f"{100 * error:+.1f} %"
-
-    rows = []
-    for rank, group in groupby(this.rows, key=lambda r: r.device):
-        name = f"{rank} {names.get(str(rank), '')}".strip()
-        for row in group:
-            rows.append([name, row.category, show_seconds(row.predicted_s), show_seconds(row.measured_s),
-                         off(row.error)])
-            name = ""
-    whole, worst = this.step, this.worst
-    return View(
-        f"step predicted {show_seconds(whole.predicted_s)}, measured {show_seconds(whole.measured_s)}"
-        + (f": {off(whole.error)}" if whole.error is not None else ""),
-        [("most seconds off", _some(len(this.rows), f"{worst.category} on rank {worst.device}: predicted "
-                                    f"{show_seconds(worst.predicted_s)}, measured {show_seconds(worst.measured_s)}"))],
-        [Table(["rank", "category", ">predicted", ">measured", ">error"], rows)])
-
-
-def training(this: Mapping[str, Any]) -> View:
-    """What a run came to: the summary of `mixfleet train --json`."""
-    predicted, measured = this["predicted_step_s"], this["step_s"]
-    loss = f"{this['first_loss']:.4f} -> {this['last_loss']:.4f}" if this["last_loss"] is not None else ""
-    error = f"{100 * (predicted - measured) / measured:+.1f} %" if measured else ""
-    return View(f"trained to step {this['step']}" + (", stopped early" if this["stopped"] else ""), [
-        ("loss", loss),
-        ("step", f"{show_seconds(measured)} (median)" if measured else ""),
-        ("predicted", f"{show_seconds(predicted)}{', ' * bool(error)}{error}"),
-        ("checkpoint", this["checkpoint"])])
