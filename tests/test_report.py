@@ -152,6 +152,9 @@ def test_the_step_drawn_is_the_median():
 def test_ranges_and_counts():
     assert views.ranges([7, 0, 1, 2, 4]) == "0-2, 4, 7"
     assert views.ranges([]) == ""
+    assert views.ranges(r for i in range(5) for r in (7 * i, 7 * i + 1)) == "0-1, 7-8 .. 28-29 (10)"
+    assert views.ranges([0, 2, 4, 6, 9]) == "0, 2, 4, 6, 9"
+    assert views.ranges([0, 2, 4, 6, 9], short=True) == "0, 2 .. 9 (5)"
     assert views.counted(["b", "a", "b"]) == "2 x b, 1 x a"
     assert views.plural(1, "node") == "1 node"
     assert views.plural(1024, "node") == "1,024 nodes"

@@ -64,8 +64,8 @@ def of_prediction(title: str, plan: Plan, prediction: Prediction, *, cluster: Cl
         traces.append(("measured", measured))
         if prediction.trace:
             found.append(results.comparison(compare(prediction.trace, measured), measured.meta.get("device_names", {})))
-    bars = [Bar(f"{views.ranges(u.rank for u in group)} {group[0].device}", group[0].breakdown, group[0].capacity_bytes)
-            for group in results.alike(prediction)]
+    bars = [Bar(f"{views.ranges((u.rank for u in group), short=True)} {group[0].device}", group[0].breakdown,
+                group[0].capacity_bytes) for group in results.alike(prediction)]
     tiles = [(name, value) for name, value in results.headline(prediction) if value and name in TILES]
     return render(title, f"cluster {cluster.name}, {plan.schedule}, {plan.global_batch} samples per step", tiles=tiles,
                   lines=[f"Bound by {prediction.bound}.", *prediction.reasons], traces=traces, bars=bars,

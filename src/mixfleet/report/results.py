@@ -68,7 +68,7 @@ def _devices(this: Prediction, of: Plan) -> Table:
         use = group[0]
         pipe = of.pipelines[use.pipeline]
         stage = pipe.stages[use.stage]
-        rows.append([ranges(u.rank for u in group), use.device, f"{use.pipeline}.{use.stage}",
+        rows.append([ranges((u.rank for u in group), short=True), use.device, f"{use.pipeline}.{use.stage}",
                      f"{stage.blocks[0]}-{stage.blocks[1] - 1}", str(pipe.micro_batch), str(pipe.samples),
                      percent(use.busy), show_bytes(use.fresh_bytes), show_bytes(use.resumed_bytes),
                      show_bytes(use.capacity_bytes)])

@@ -6,7 +6,7 @@ The terminal and the HTML page both print these views, so that they never tell d
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from mixfleet.units import show_bytes, show_count, show_flops, show_rate
@@ -35,10 +35,16 @@ class View(NamedTuple):
     tables: Sequence[Table] = ()
 
 
-def ranges(numbers: Iterable[int]) -> str:
-    """`0-3, 7` for 0, 1, 2, 3, 7."""
-    runs = [list(run) for _, run in groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0])]
-    return ", ".join(f"{run[0][1]}-{run[-1][1]}" if len(run) > 1 else f"{run[0][1]}" for run in runs)
+def ranges(numbers: Iterable[int], short: bool = False) -> str:
+    """`0-3, 7` for 0, 1, 2, 3, 7. More than four runs at equal distance are `0-7, 64-71 .. 960-967 (128)`; `short`
+    does that to any."""
+    runs = [(run[0][1], run[-1][1]) for _, group in groupby(enumerate(sorted(numbers)), key=lambda x: x[1] - x[0])
+            for run in [list(group)]]
+    shown = [f"{first}-{last}" if last > first else f"{first}" for first, last in runs]
+    steps = {(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(runs)}
+    if len(runs) > 4 and (short or len(steps) == 1):
+        return f"{shown[0]}, {shown[1]} .. {shown[-1]} ({sum(last - first + 1 for first, last in runs)})"
+    return ", ".join(shown)
 
 
 def counted(names: Iterable[str]) -> str:
