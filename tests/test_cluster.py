@@ -201,3 +201,24 @@ def test_a_saved_cluster_loads_as_an_equal_one(tmp_path, cluster):
     path.unlink(missing_ok=True)
     cluster.save(path)
     assert Cluster.load(path) == cluster
+
+
+TOKENS = ["-1", "[", "]", "{", "}", ": ", "null", "1e99", ".nan", ".inf", "\n", "  ", "- ", "&a ", "*a", "!!int ",
+          "true", "'", '"', "0", "[1, 2]", "{a: b}", "2024-01-01", "~", "? ", "|\n", "<<: ", "%", "\t", "a100", "x"]
+edits = st.lists(st.tuples(st.floats(0, 1), st.integers(0, 12), st.sampled_from(TOKENS)), min_size=1, max_size=4)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(edits)
+def test_a_spoiled_file_is_a_cluster_or_one_line_of_error(tmp_path, edits):
+    text = LAB
+    for place, cut, token in edits:
+        at = int(place * len(text))
+        text = text[:at] + token + text[at + cut:]
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    try:
+        assert Cluster.load(path).devices
+    except InputError as error:
+        assert str(error).startswith(str(path))
+        assert "\n" not in str(error)

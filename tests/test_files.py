@@ -43,6 +43,8 @@ def test_plain_data_and_lines(write):
     ("just text", r"f\.yaml: the file holds the text 'just text'"),
     ("a: 1\nb: !!python/name:os.system x\n", r"f\.yaml:2: b: the tag .* is not allowed"),
     ("a: 1\n\tb: 2\n", r"f\.yaml:2: not valid YAML"),
+    ("a: !!int x\n", r"f\.yaml: not valid YAML: invalid literal"),
+    ("a: " + "[" * 2000, r"f\.yaml: nested too deeply"),
 ])
 def test_bad_yaml_names_the_line(write, text, says):
     with pytest.raises(InputError, match=says):

@@ -311,8 +311,9 @@ def _link_data(link: Link, name: str, bits: bool = False) -> dict[str, Any]:
 
 def _device_data(device: Device, count: int) -> dict[str, Any]:
     base = device_fields(device.name) if device.name in names() and _complete(device.name) else {}
-    if not set(base.get("flops", {})) <= set(device.flops):
-        base = {}
+    lost = [k for k, v in base.items() if v is not None and getattr(device, k) is None]
+    if lost or not set(base.get("flops", {})) <= set(device.flops):
+        base = {}  # a file changes figures of a known device, but cannot take one away
     data: dict[str, Any] = {"device": device.name} if base else {"name": device.name}
     if count > 1:
         data["count"] = count
@@ -320,7 +321,7 @@ def _device_data(device: Device, count: int) -> dict[str, Any]:
     for key in _DeviceForm.__struct_fields__[3:]:
         value = getattr(device, _FIELD.get(key, key))
         default = usual.get(_FIELD.get(key, key))
-        if value == default or (not value and default in (msgspec.NODEFAULT, None, ())):
+        if value == default or (not value and default is msgspec.NODEFAULT):
             continue
         if key == "flops":
             value = {k: text_flops(v) for k, v in value.items() if base.get("flops", {}).get(k) != v}

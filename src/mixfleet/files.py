@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -138,7 +139,7 @@ def write_text(path: str | Path, text: str) -> None:
 
 def _load(path: Path) -> Any:
     from ruamel.yaml import YAML
-    from ruamel.yaml.error import MarkedYAMLError, YAMLError
+    from ruamel.yaml.error import MarkedYAMLError, ReusedAnchorWarning, YAMLError
 
     try:
         text = path.read_text(encoding="utf-8")
@@ -147,13 +148,17 @@ def _load(path: Path) -> Any:
     except UnicodeDecodeError:
         raise InputError("is not a text file (UTF-8)", where=str(path)) from None
     try:
-        return YAML().load(text)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ReusedAnchorWarning)
+            return YAML().load(text)
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}" if mark else ""
         problem = " ".join(str(error.problem or error.context).split())
         raise InputError(f"not valid YAML: {problem}", where=f"{path}{line}") from None
-    except YAMLError as error:
+    except RecursionError:
+        raise InputError("nested too deeply", where=str(path)) from None
+    except (YAMLError, ValueError, TypeError, LookupError) as error:  # a tag on a wrong value, a mapping as a key
         raise InputError(f"not valid YAML: {' '.join(str(error).split())}", where=str(path)) from None
 
 

@@ -28,7 +28,7 @@ _DRIVER_NAMES = {
 """Names of drivers that are not spelled like the catalog's."""
 _LANES = 128
 """fp32 lanes of a multiprocessor since Ampere."""
-ALIKE = 0.15
+ALIKE = 0.25
 """Cores whose measured rates differ by less than this part count as equal: the rest is noise."""
 
 
