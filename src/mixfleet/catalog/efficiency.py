@@ -11,20 +11,23 @@ DEFAULT = "default"
 EFFICIENCY: dict[str, dict[str, float]] = {
     DEFAULT: {"gemm": 0.70, "attention": 0.40, "norm": 0.50, "softmax": 0.55, "loss": 0.55, "elementwise": 0.75,
               "embedding": 0.30, "optimizer": 0.75},
-    "Pascal": {"gemm": 0.64, "norm": 0.43, "elementwise": 0.71},
+    "Pascal": {"gemm": 0.48, "norm": 0.43, "elementwise": 0.71},
     "Turing": {"gemm": 0.40},
     "Ampere": {"gemm": 0.75, "attention": 0.47, "softmax": 0.63, "loss": 0.63, "elementwise": 0.81},
     "Ada": {"gemm": 0.57, "attention": 0.39, "norm": 0.78, "softmax": 0.79, "loss": 0.79, "elementwise": 0.78},
     "Hopper": {"gemm": 0.78, "attention": 0.43},
     "Blackwell": {"gemm": 0.74, "attention": 0.33},
     "CDNA": {"gemm": 0.62, "norm": 0.48, "softmax": 0.39, "loss": 0.39},
-    "CDNA2": {"gemm": 0.62, "norm": 0.41, "softmax": 0.29, "loss": 0.29},
+    "CDNA2": {"gemm": 0.61, "norm": 0.41, "softmax": 0.29, "loss": 0.29},
+    "P100-PCIe-16GB": {"gemm": 0.64},
+    "P100-SXM2-16GB": {"gemm": 0.64},
     "RTX3090": {"gemm": 0.89},
-    "RTX4090": {"gemm": 0.95},
+    "RTX4090": {"gemm": 0.96},
     "cpu": {"gemm": 0.85, "attention": 0.50, "norm": 0.50, "softmax": 0.50, "loss": 0.50, "elementwise": 0.80,
             "embedding": 0.30, "optimizer": 0.50},
 }
-"""Device name or generation (first word of `Device.arch`) to operator kind to fraction of the roofline."""
+"""Device name or generation (first word of `Device.arch`) to operator kind to fraction of the roofline. Entries of single
+devices are given where the same chips reach clearly more or less; RTX cards and embeddings rest on one source."""
 
 SUSTAINED: dict[str, float] = {"gpu": 0.87, "cpu": 1.0}
 """What whole training steps reach of the rates of kernels measured alone: clocks under load, the casts, biases and
