@@ -1,5 +1,6 @@
 """Which plan is best, why, and what was rejected and why."""
 
+from mixfleet.search.finder import find
 from mixfleet.search.result import (
     Alternative,
     LeftOver,
@@ -9,5 +10,7 @@ from mixfleet.search.result import (
     Rejection,
     SearchResult,
 )
+from mixfleet.search.space import Limits, enumerate_all
 
-__all__ = ["Alternative", "LeftOver", "NearestMiss", "Objective", "Ranked", "Rejection", "SearchResult"]
+__all__ = ["Alternative", "LeftOver", "Limits", "NearestMiss", "Objective", "Ranked", "Rejection", "SearchResult",
+           "enumerate_all", "find"]

@@ -1,4 +1,4 @@
-"""What a search answers: plans with their predictions, and everything it can say about the plans that it did not choose."""
+"""What a search answers: plans with their predictions, and what it can say about those that it did not choose."""
 
 from __future__ import annotations
 
@@ -28,18 +28,38 @@ class Alternative(Spec, frozen=True, kw_only=True):
     name: str
     summary: str = ""
     plan: Plan | None = None
+    """None where it does not fit, or where it needs another global batch."""
     step_s: float | None = None
-    """None where it does not fit or is not possible."""
+    """None where it does not fit."""
     relative: float | None = None
+    """The objective per sample, as a multiple of the best plan's."""
     why_not: str = ""
 
 
 class Rejection(Spec, frozen=True, kw_only=True):
-    """Candidates that were left out for one reason. `slower` is counted too: a true lower bound proved it."""
+    """Candidates that were left out for one reason; being slower, as a lower bound proves, is one."""
 
     reason: str
     count: int
     example: str = ""
+
+
+class Rejected:
+    """Counts of rejections while a search goes on, each reason with its first example."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+        self.examples: dict[str, str] = {}
+
+    def add(self, reason: str, count: int = 1, example: str = "") -> None:
+        self.counts[reason] = self.counts.get(reason, 0) + count
+        if example:
+            self.examples.setdefault(reason, example)
+
+    def listed(self) -> tuple[Rejection, ...]:
+        """Most frequent first."""
+        return tuple(Rejection(reason=r, count=n, example=self.examples.get(r, ""))
+                     for r, n in sorted(self.counts.items(), key=lambda item: (-item[1], item[0])))
 
 
 class NearestMiss(Spec, frozen=True, kw_only=True):

@@ -1,0 +1,213 @@
+"""Lower bounds of a step, which prune and order; they never rank. Every one leaves something out and adds nothing.
+
+A stage is busy with its micro-batches from the time when the first one can have reached it until the last one can
+still travel back. That bounds the step from below whatever the schedule does in between, and so does a stream that
+carries its transfers one after another, each as fast as if it were alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from mixfleet.cost.kernels import optimizer_s
+from mixfleet.cost.memory import boundary_bytes
+from mixfleet.cost.network import collective, send
+from mixfleet.plan import Pipeline, Plan, ScheduleName
+from mixfleet.program.action import GATHER, PUBLISH, REDUCE, SYNC
+from mixfleet.program.layout import Comm, Layout
+from mixfleet.search.tables import MODES, Tables
+from mixfleet.sim.traffic import Entity, shards
+
+SLACK = 1 - 1e-4
+"""The simulator rounds every part of an action to whole nanoseconds."""
+
+
+class Flow:
+    """Times of one pipeline's stages, of which the slowest way through gives the bound."""
+
+    def __init__(self, forward_s: Sequence[float], backward_s: Sequence[float], send_s: Sequence[float]) -> None:
+        """`send_s[i]`: from stage i to the next, or back."""
+        self.forward_s, self.backward_s = forward_s, backward_s
+        self.fill_s, self.drain_s = [0.0], [0.0]
+        for f, b, hop in zip(forward_s, backward_s, send_s):
+            self.fill_s.append(self.fill_s[-1] + f + hop)
+            self.drain_s.append(self.drain_s[-1] + b + hop)
+        whole = self.fill_s[-1] + self.drain_s[-1] + forward_s[-1] + backward_s[-1]
+        self.round_s = [whole - a - z for a, z in zip(self.fill_s, self.drain_s)]
+        """From the forward of a micro-batch on stage i to the end of its backward there."""
+
+    def step_s(self, micro_batches: float, schedule: ScheduleName = "1f1b") -> float:
+        """Shortest time for that many micro-batches.
+
+        Under 1F1B stage i starts a micro-batch only when the one `stages - i` before it has come back, so every so
+        many of them take a whole round trip.
+        """
+        stages, worst = len(self.forward_s), 0.0
+        for i, (a, f, b, z) in enumerate(zip(self.fill_s, self.forward_s, self.backward_s, self.drain_s)):
+            worst = max(worst, a + micro_batches * (f + b) + z)
+            if schedule == "1f1b" and micro_batches >= 1:
+                trips = int(micro_batches - 1) // (stages - i)
+                left = micro_batches - 1 - trips * (stages - i)
+                worst = max(worst, a + (trips + 1) * self.round_s[i] + left * b + z)
+        return worst
+
+
+def ideal_s(costs: Sequence[Sequence[float]], counts: Sequence[int], micro_batches: float) -> float:
+    """Bound over all cuts of the model into stages on given devices, in this order; bubble included.
+
+    `costs[i][k]` are seconds of a block of kind k on stage i, forward and backward of one micro-batch; there are
+    `counts[k]` such blocks. By duality: for weights y of sum 1, the step takes at least the mean of the stages'
+    bounds, in which a block of stage i counts `micro_batches * y_i` for its own stage and `y_j` for every later
+    stage j. Each block then goes where it counts least. The weights are those that make all stages equal.
+    """
+    shares: list[float] = []
+    later = 0.0
+    for row in reversed(costs):
+        speed = 1 / sum(n * c for n, c in zip(counts, row))
+        shares.append(max(0.0, (speed - later) / micro_batches))
+        later += shares[-1]
+    weights, before = [], 0.0
+    for share in shares:
+        weights.append((micro_batches * share + before) / later)
+        before += share
+    weights.reverse()
+    return sum(n * min(w * row[k] for w, row in zip(weights, costs)) for k, n in enumerate(counts)) * SLACK
+
+
+def upper_samples_per_s(tables: Tables) -> float:
+    """Samples per second of all devices, each training alone at its best micro-batch; memory and links ignored."""
+    total = 0.0
+    for kind in sorted(set(tables.kind_of)):
+        rank = tables.kind_of.index(kind)
+        best, micro_batch = 0.0, 1
+        while micro_batch <= max(1, min(tables.job.global_batch, 64)):
+            best = max(best, micro_batch / tables.table((rank,), micro_batch).whole_s)
+            micro_batch *= 2
+        total += best * tables.kind_of.count(kind)
+    return total
+
+
+def hop_s(tables: Tables, a: Sequence[int], b: Sequence[int], nbytes: int) -> float:
+    """Seconds of one micro-batch's message of `nbytes` between two tensor groups, alone."""
+    key = ("hop", tuple(a), tuple(b), nbytes)
+    if key not in tables.seconds:
+        one, other = (Entity(0, 0, 0, tuple(ranks)) for ranks in (a, b))
+        transfers = [send(n, x, y, tables.cluster) for x, y, n in shards(one, other, nbytes)]
+        passing: dict[str, float] = {}
+        for transfer in transfers:
+            for port, capacity, n in transfer.demands:
+                passing[port] = passing.get(port, 0.0) + n / capacity
+        tables.seconds[key] = max((t.latency_s for t in transfers), default=0.0) + max(passing.values(), default=0.0)
+    return tables.seconds[key]
+
+
+def pipeline_flow(tables: Tables, pipeline: Pipeline, micro_batch: int) -> Flow:
+    """Stage times of replica 0 for micro-batches of this size."""
+    forward, backward = [], []
+    for stage in pipeline.stages:
+        table = tables.table(stage.ranks(0), micro_batch)
+        forward.append(float(table.forward_s[stage.blocks]))
+        backward.append(float(table.backward_s[MODES.index(stage.recompute)][stage.blocks]))
+    job = tables.job
+    hops = [hop_s(tables, a.ranks(0), b.ranks(0), boundary_bytes(job.model.blocks[b.blocks[0] - 1], micro_batch,
+                                                                 job.seq_len, 1, job))
+            for a, b in pairwise(pipeline.stages)]
+    return Flow(forward, backward, hops)
+
+
+def compute_bound_s(tables: Tables, plan: Plan) -> float:
+    """Bound from computing and the way through the pipelines."""
+    worst = 0.0
+    for pipeline in plan.pipelines:
+        whole, rest = divmod(pipeline.samples, pipeline.micro_batch)
+        flow = pipeline_flow(tables, pipeline, pipeline.micro_batch)
+        if whole:
+            worst = max(worst, flow.step_s(whole, plan.schedule))
+        if rest:
+            last = pipeline_flow(tables, pipeline, rest)
+            first = flow if whole else last
+            worst = max(worst, max(a + whole * (f + b) + g + c + z for a, f, b, g, c, z in zip(
+                first.fill_s, flow.forward_s, flow.backward_s, last.forward_s, last.backward_s, last.drain_s)))
+    return worst * SLACK
+
+
+def bound_s(tables: Tables, plan: Plan) -> float:
+    """Bound from computing, then from each stream of state: gathers and reductions one after another, alone."""
+    worst = compute_bound_s(tables, plan)
+    layout, job = Layout(plan, tables.job.model), tables.job
+    weight, gradient = job.bytes.weight_bytes, job.bytes.gradient_bytes
+    starts = {pipe: k for k, (pipe, _) in reversed(list(enumerate(plan.replicas)))}
+    tails: list[float] = []
+    for p, pipeline in enumerate(plan.pipelines):
+        micro_batches = pipeline.micro_batches
+        flow = pipeline_flow(tables, pipeline, micro_batches[-1])
+        ahead = pipeline_flow(tables, pipeline, micro_batches[0])
+        for s, stage in enumerate(pipeline.stages):
+            units = layout.units_of_stage(p, s)
+            rank = stage.ranks(0)[0]
+            price = _Prices(tables, layout, plan, rank)
+            k = len(micro_batches)
+            each = {op: [price.of(op, u, weight if op in (GATHER, PUBLISH) else gradient) for u in units]
+                    for op in (GATHER, REDUCE, SYNC, PUBLISH)}
+            busy = flow.forward_s[s] + flow.backward_s[s] + (k - 1) * (ahead.forward_s[s] + ahead.backward_s[s])
+            # The gradient of the topmost block is ready after its own backward in the last micro-batch.
+            table = tables.table(stage.ranks(0), micro_batches[-1])
+            lo, hi = stage.blocks
+            below = float(table.backward_s[MODES.index(stage.recompute)][lo, hi - 1]) if hi - lo > 1 else 0.0
+            ready = ahead.fill_s[s] + busy - below
+            reduce = ready + sum(each[SYNC]) if any(each[SYNC]) else 0.0
+            if any(each[REDUCE]):
+                reduce = max(reduce, ahead.fill_s[s] + ahead.forward_s[s] + k * sum(each[REDUCE]) + sum(each[SYNC]))
+            kept = sum(sorted(each[GATHER], reverse=True)[:plan.sharding.prefetch + 2])
+            gather = 2 * k * (sum(each[GATHER]) - kept)
+            steps = sum(price.step_s(u, starts[p]) for u in units)
+            tails.append(max(steps, sum(each[PUBLISH])))
+            worst = max(worst, reduce * SLACK, gather * SLACK)
+    return worst + max(tails) * SLACK
+
+
+class _Prices:
+    """Seconds of the transfers of state as one rank sees them, alone; units of equal shape and holders only once."""
+
+    def __init__(self, tables: Tables, layout: Layout, plan: Plan, rank: int) -> None:
+        self._tables, self._layout, self._plan, self._rank = tables, layout, plan, rank
+        self._known: dict[tuple[object, ...], float] = {}
+        self._kinds: dict[int, tuple[object, ...]] = {}
+
+    def step_s(self, u: int, replica: int) -> float:
+        """Seconds of the optimizer step on the owned piece of a unit."""
+        key = ("S", self._kind(u))
+        if key not in self._known:
+            pieces = [self._layout.piece("optimizer", u, c, replica) for c in self._layout.held(u, self._rank)]
+            self._known[key] = optimizer_s(sum(hi - lo for lo, hi in pieces),
+                                           self._tables.cluster.devices[self._rank], self._tables.job)
+        return self._known[key]
+
+    def _kind(self, u: int) -> tuple[object, ...]:
+        """Units of one kind have equal tensors on the same stages."""
+        if u not in self._kinds:
+            unit, blocks = self._layout.units[u], self._layout.model.blocks
+            hosts = tuple(s for pipe in self._plan.pipelines for s, stage in enumerate(pipe.stages)
+                          if any(stage.blocks[0] <= b < stage.blocks[1] for b in unit.blocks))
+            self._kinds[u] = (blocks[u].kind if u < len(blocks) else u, hosts)
+        return self._kinds[u]
+
+    def of(self, op: str, u: int, element_bytes: int) -> float:
+        """Seconds of a G, R, Y or P action of unit `u`."""
+        layout = self._layout
+        if not layout.needed(op, u):
+            return 0.0
+        key = (op, self._kind(u))
+        if key not in self._known:
+            self._known[key] = sum(
+                collective(c.op, self._least(op, u, i, c) * element_bytes, c.ranks, self._tables.cluster).alone_s
+                for i, c in enumerate(layout.comms(op, u, self._rank)))
+        return self._known[key]
+
+    def _least(self, op: str, u: int, index: int, comm: Comm) -> int:
+        """Elements of a collective; members with other tensor degrees may see fewer."""
+        if len({stage.tensor for pipe in self._plan.pipelines for stage in pipe.stages}) == 1:
+            return comm.elements
+        views = (self._layout.comms(op, u, rank) for rank in comm.ranks)
+        return min(view[index].elements for view in views if len(view) > index and view[index].ranks == comm.ranks)

@@ -1,0 +1,293 @@
+"""From a shape and its sharding to plans: block ranges, recompute, micro-batches and samples.
+
+Stages come from the exact partition, samples from the exact allocation; the simulator judges the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby, pairwise
+from math import inf
+from typing import NamedTuple
+
+import numpy as np
+
+from mixfleet.cost.memory import boundary_bytes
+from mixfleet.plan import Pipeline, Plan, Recompute, Sharding, Stage
+from mixfleet.search.allocate import allocate, allocate_in_step
+from mixfleet.search.bounds import Flow, hop_s, ideal_s
+from mixfleet.search.partition import Matrix, partition
+from mixfleet.search.result import Rejected
+from mixfleet.search.space import Class, Shape, Team, micro_batch_sizes, sharding_families, teams
+from mixfleet.search.tables import MODES, Pieces, Tables
+
+BEAM, KEPT = 48, 12
+"""Teams of a set of classes whose stages are worked out, and those kept for each way of sharding (by the number of
+classes, since sets are combined)."""
+
+
+class Fit(NamedTuple):
+    """A team's stages for one micro-batch size."""
+
+    micro_batch: int
+    cuts: tuple[int, ...]
+    modes: tuple[Recompute, ...]
+    flow: Flow
+
+    def step_s(self, samples: int) -> float:
+        return self.flow.step_s(samples / self.micro_batch)
+
+
+class Candidates:
+    """Makes plans, remembers what teams can do, and counts what was impossible."""
+
+    def __init__(self, tables: Tables) -> None:
+        self.tables = tables
+        self.rejected = Rejected()
+        self._fits: dict[tuple[object, ...], Fit | None] = {}
+        self._stages: dict[tuple[object, ...], tuple[Matrix, Matrix]] = {}
+        self._lines: dict[tuple[object, ...], list[tuple[float, ...]]] = {}
+
+    # --- bound of a shape ----------------------------------------------------------------------------------------
+
+    def ideal_s(self, shape: Shape) -> float:
+        """Bound over all plans of a shape, from computing alone.
+
+        However the batch is split, one team's replicas take at least their part of a given split; so the smallest of
+        the teams' bounds for that split holds. The split is chosen so that these are about equal.
+        """
+        batch = self.tables.job.global_batch
+        shares = [1.0] * len(shape)
+        times = [self._team_ideal_s(team, batch / sum(t.replicas for t in shape)) for team in shape]
+        for _ in range(2):
+            if len(shape) == 1:
+                break
+            speeds = [share / seconds for share, seconds in zip(shares, times)]
+            scale = batch / sum(v * team.replicas for v, team in zip(speeds, shape))
+            shares = [max(1.0, v * scale) for v in speeds]
+            over = batch / sum(s * team.replicas for s, team in zip(shares, shape))
+            shares = [s * over for s in shares]
+            times = [self._team_ideal_s(team, s) for team, s in zip(shape, shares)]
+        return min(times)
+
+    def _team_ideal_s(self, team: Team, samples: float) -> float:
+        key = team.kind
+        if key not in self._lines:
+            self._lines[key] = [self._best_rates(group) for group in team.ranks[0]]
+        counts = [n for n, _, _ in self.tables.table(team.ranks[0][0], 1).kinds.values()]
+        return ideal_s(self._lines[key], counts, max(samples, 1.0))
+
+    def _best_rates(self, ranks: tuple[int, ...]) -> tuple[float, ...]:
+        """Seconds per sample of one block of each kind, at the micro-batch that is best for it."""
+        sizes = micro_batch_sizes(min(self.tables.job.global_batch, 16), fine=False)
+        tables = [self.tables.table(ranks, m) for m in sizes]
+        return tuple(min((t.kinds[kind][1] + t.kinds[kind][2]) / t.micro_batch for t in tables)
+                     for kind in tables[0].kinds)
+
+    def choose(self, members: tuple[int, ...], classes: Sequence[Class], *, wide: bool = False) -> list[Team]:
+        """The most promising teams of a set of classes: fastest without sharding, with ZeRO-1, and with ZeRO-3.
+
+        First by the ideal, then the best of these by their stages, for the part of the batch that falls to the set.
+        """
+        speeds = [c.size / self.tables.table(c.nodes[0][:1], 1).whole_s for c in classes]
+        part = sum(speeds[c] for c in members) / sum(speeds)
+        batch = self.tables.job.global_batch
+        placements: dict[tuple[object, ...], list[Team]] = {}
+        for team in teams(members, classes, self.tables, wide=wide):
+            placements.setdefault((team.kind, team.replicas), []).append(team)
+
+        def share(team: Team) -> int:
+            return max(1, round(batch * part / team.replicas))
+
+        kinds = [options[0] for options in placements.values()]
+        kinds.sort(key=lambda t: self._team_ideal_s(t, share(t)) / (share(t) * t.replicas))
+        picked: dict[Team, None] = {}
+        for sharded in ((False, False, False), (False, False, True), (True, True, True)):
+            rated = []
+            for order, team in enumerate(kinds[:BEAM]):
+                everyone = max(team.replicas, round(team.replicas / part))
+                pieces = Pieces(*(everyone if s else 1 for s in sharded))
+                fits = [f for m in (1, 2, 4) if (f := self.fit(team, m, pieces, share(team)))]
+                if fits:
+                    seconds = min(f.step_s(share(team)) for f in fits)
+                    rated.append((seconds / (share(team) * team.replicas), order, team))
+            picked |= dict.fromkeys(team for _, _, team in sorted(rated)[:KEPT // len(classes)])
+        return [team for kind in picked for team in placements[kind.kind, kind.replicas]]
+
+    # --- stages --------------------------------------------------------------------------------------------------
+
+    def fit(self, team: Team, micro_batch: int, pieces: Pieces, batch: int) -> Fit | None:
+        """The best stages of a team whose replicas do `batch` samples each; None if no cut fits the memories."""
+        waves = max(1, -(-batch // micro_batch))
+        key = (team.kind, micro_batch, pieces, min(waves, team.stages), team.replicas > 1)
+        if key not in self._fits:
+            self._fits[key] = self._fit(team, micro_batch, pieces, waves)
+        return self._fits[key]
+
+    def _fit(self, team: Team, micro_batch: int, pieces: Pieces, waves: int) -> Fit | None:
+        groups, stages = team.ranks[0], team.stages
+        choices: list[tuple[Matrix, Matrix]] = []
+        for i, group in enumerate(groups):
+            place = (min(stages - i, waves), i == 0, i == stages - 1)
+            key = (self.tables.signature(group), micro_batch, pieces, *place)
+            if key not in self._stages:
+                self._stages[key] = self._stage(group, micro_batch, pieces, *place)
+            choices.append(self._stages[key])
+        cuts = partition([seconds for seconds, _ in choices])
+        if cuts is None:
+            return None
+        job = self.tables.job
+        ranges = list(pairwise(cuts))
+        modes = [int(mode[r]) for (_, mode), r in zip(choices, ranges)]
+        tables = [self.tables.table(group, micro_batch) for group in groups]
+        hops = [hop_s(self.tables, a, b, boundary_bytes(job.model.blocks[c - 1], micro_batch, job.seq_len, 1, job))
+                for (a, b), c in zip(pairwise(groups), cuts[1:])]
+        flow = Flow([float(t.forward_s[r]) for t, r in zip(tables, ranges)],
+                    [float(t.backward_s[m][r]) for t, m, r in zip(tables, modes, ranges)], hops)
+        return Fit(micro_batch, cuts, tuple(MODES[m] for m in modes), flow)
+
+    def _stage(self, ranks: tuple[int, ...], micro_batch: int, pieces: Pieces, in_flight: int, first: bool,
+               last: bool) -> tuple[Matrix, Matrix]:
+        """Per block range, seconds of a micro-batch under the cheapest recompute that fits, and which that is."""
+        table, state = self.tables.table(ranks, micro_batch), self.tables.state_bytes(len(ranks), pieces)
+        communicators = 2 + (len(ranks) > 1) + len({*pieces[:3]} - {1})
+        seconds = np.full_like(table.forward_s, inf)
+        chosen = np.zeros(seconds.shape, dtype=np.int8)
+        for mode in reversed(range(len(MODES))):
+            need = table.need_bytes(state, mode, in_flight, first=first, last=last, communicators=communicators)
+            fits = (need <= table.capacity_bytes) & (table.forward_s > 0)
+            seconds = np.where(fits, table.forward_s + table.backward_s[mode], seconds)
+            chosen = np.where(fits, mode, chosen)
+        return seconds, chosen
+
+    # --- plans ---------------------------------------------------------------------------------------------------
+
+    def plans(self, shape: Shape) -> list[Plan]:
+        """Plans of a shape; what memory or the sharding forbids is counted.
+
+        Of each family of shardings the two least degrees that fit, and the largest.
+        """
+        found: dict[Plan, None] = {}
+        for family in sharding_families(shape):
+            fitted = 0
+            for sharding in family:
+                if fitted >= 2 and sharding is not family[-1]:
+                    continue
+                made = self._sharded(shape, sharding)
+                found |= dict.fromkeys(made)
+                fitted += bool(made)
+        return list(found)
+
+    def _sharded(self, shape: Shape, sharding: Sharding) -> list[Plan]:
+        replicas = sum(team.replicas for team in shape)
+        batch = self.tables.job.global_batch
+        pieces = Pieces.of(sharding, replicas)
+        joint = len(shape) > 1 and any(degree > 1 and team.replicas % degree for team in shape
+                                       for degree in (sharding.weights, sharding.gradients))
+        if joint and sharding.weights > 1 and any(team.stages > 1 for team in shape):
+            self.rejected.add("weights sharded over pipelines with unequal stages")
+            return []
+        options = []
+        for team in shape:
+            share = batch // team.replicas
+            if not self.fit(team, 1, pieces, share):  # no larger micro-batch needs less
+                stages = [self.tables.cluster.devices[g[0]].name + (f" tp{len(g)}" if len(g) > 1 else "")
+                          for g in team.ranks[0]]
+                names = dict.fromkeys(self.tables.cluster.devices[g[0]].name for g in team.ranks[0])
+                self.rejected.add(
+                    f"no cut into stages fits the memory of {' and '.join(names)}", example=
+                    f"{team.replicas} x ({' | '.join(stages)}), weights/gradients/optimizer state over "
+                    f"{sharding.weights}/{sharding.gradients}/{sharding.optimizer} replicas")
+                return []
+            sizes = self._sizes(team, min(share, max(1, batch // replicas * 4)), fine=joint)
+            options.append([f for m in sizes if (f := self.fit(team, m, pieces, share))])
+        if joint:
+            made = list(self._in_step(shape, sharding, options))
+        elif sharding.gradients > 1:
+            made = []
+            for cap in sorted({f.micro_batch for fits in options for f in fits}):
+                some = [[max((f for f in fits if f.micro_batch <= cap), key=lambda f: f.micro_batch)]
+                        for fits in options]
+                made += self._free(shape, sharding, some)
+        else:
+            made = list(self._free(shape, sharding, options))
+        if not made:
+            self.rejected.add("the batch does not split into equal numbers of micro-batches")
+        return made
+
+    def _sizes(self, team: Team, most: int, *, fine: bool) -> list[int]:
+        """Micro-batches worth trying: all small ones if `fine`, else those that gain a percent of speed on a stage."""
+        sizes = micro_batch_sizes(most, fine=fine)
+        if fine:
+            return list(sizes)
+        found = [1]
+        for m in sizes[1:]:
+            now, before = (sum(self.tables.table(g, size).whole_s / size for g in dict.fromkeys(team.ranks[0]))
+                           for size in (m, found[-1]))
+            if now < 0.99 * before or m == 2 * found[-1] <= 4:
+                found.append(m)
+        return found
+
+    def _free(self, shape: Shape, sharding: Sharding, options: Sequence[Sequence[Fit]]) -> Iterator[Plan]:
+        """Replicas meet only at the end of the step."""
+        curves = [_Curve(fits) for fits in options]
+        split = allocate([c.__getitem__ for c in curves], [t.replicas for t in shape], self.tables.job.global_batch)
+        if split is None:
+            return
+        chosen = []
+        for team, fits, (samples, extra) in zip(shape, options, split):
+            best = min(fits, key=lambda f: (f.step_s(samples + (extra > 0)), f.micro_batch))
+            chosen.append((best, [samples + 1] * extra + [samples] * (team.replicas - extra)))
+        yield self.build(shape, sharding, chosen)
+
+    def _in_step(self, shape: Shape, sharding: Sharding, options: Sequence[Sequence[Fit]]) -> Iterator[Plan]:
+        """All replicas do equally many micro-batches."""
+        batch, copies = self.tables.job.global_batch, [t.replicas for t in shape]
+        fits = [{f.micro_batch: f for f in row} for row in options]
+        for steps in micro_batch_sizes(batch // sum(copies), fine=True):
+            curves = [lambda s, f=row: _steps_s(f, s, steps) for row in fits]  # noqa: B023
+            split = allocate_in_step(curves, copies, batch, steps)
+            if split is None:
+                continue
+            chosen = []
+            for row, samples in zip(fits, split):
+                chosen.append((row[-(-samples[0] // steps)], list(samples)))
+            yield self.build(shape, sharding, chosen, steps)
+
+    def build(self, shape: Shape, sharding: Sharding, chosen: Sequence[tuple[Fit, Sequence[int]]],
+              steps: int = 0) -> Plan:
+        """A plan from every team's stages and its replicas' samples; equal neighbours become one pipeline."""
+        pipelines = []
+        for team, (fit, samples) in zip(shape, chosen):
+            at = 0
+            for share, equal in groupby(samples):
+                count = len(list(equal))
+                members = team.ranks[at:at + count]
+                at += count
+                stages = tuple(
+                    Stage(blocks=blocks, devices=tuple(r for m in members for r in m[s]), tensor=len(members[0][s]),
+                          recompute=mode)
+                    for s, (blocks, mode) in enumerate(zip(pairwise(fit.cuts), fit.modes)))
+                micro_batch = -(-share // steps) if steps else min(fit.micro_batch, share)
+                if sharding.gradients > 1 and not steps:
+                    # Replicas that exchange at every micro-batch need equally many of them.
+                    micro_batch = -(-share // -(-samples[-1] // fit.micro_batch))
+                pipelines.append(Pipeline(stages=stages, samples=share, micro_batch=micro_batch, replicas=count))
+        return Plan(pipelines=tuple(pipelines), sharding=sharding)
+
+
+class _Curve(dict[int, float]):
+    """Seconds for a number of samples at the best micro-batch, remembered."""
+
+    def __init__(self, fits: Sequence[Fit]) -> None:
+        super().__init__()
+        self._fits = fits
+
+    def __missing__(self, samples: int) -> float:
+        self[samples] = value = min(f.step_s(samples) for f in self._fits)
+        return value
+
+
+def _steps_s(fits: dict[int, Fit], samples: int, steps: int) -> float:
+    fit = fits.get(-(-samples // steps))
+    return fit.flow.step_s(steps) if fit else inf

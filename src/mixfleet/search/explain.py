@@ -1,0 +1,248 @@
+"""From what a search found to its answer: ranking, reasons, alternatives, left-over devices, and the nearest miss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from mixfleet.job import Job
+from mixfleet.plan import Plan, Sharding
+from mixfleet.search.bounds import upper_samples_per_s
+from mixfleet.search.finder import TRIED, Search
+from mixfleet.search.miss import nearest_miss
+from mixfleet.search.result import Alternative, LeftOver, Ranked, SearchResult
+from mixfleet.search.space import Team, shapes, tensor_degrees
+from mixfleet.search.tables import Pieces
+from mixfleet.sim import Prediction, predict
+from mixfleet.units import show_seconds
+
+
+def explain(search: Search, top: int, exact: bool) -> SearchResult:
+    """The answer of a finished search."""
+    upper = upper_samples_per_s(search.tables)
+    judged = _alternatives(search)
+    ranking = search.scored() if exact else search.distinct()
+    result = SearchResult(
+        plans=(), objective=search.objective, upper_samples_per_s=upper, considered=search.considered,
+        simulated=search.simulated, exact=exact, complete=search.complete, rejections=search.rejected.listed())
+    if not ranking:
+        return result.replace(nearest_miss=nearest_miss(search))
+    others = [(_with_relative(search, one), one[1]) for one in judged]
+    best_score, _, best = ranking[0]
+    plans = tuple(Ranked(plan=_named(search, plan, i), prediction=search.found[plan], relative=score / best_score,
+                         summary=summary(search, plan)) for i, (score, _, plan) in enumerate(ranking[:top]))
+    return result.replace(
+        plans=plans, why=tuple(_why(search, plans, others, upper)), bound=search.found[best].bound,
+        alternatives=tuple(other for other, _ in others),
+        fraction_of_upper_bound=search.found[best].samples_per_s / upper,
+        left_over=tuple(_left_over(search, best)),
+        remaining_bound=search.remaining if search.remaining < best_score else None)
+
+
+def _named(search: Search, plan: Plan, rank: int) -> Plan:
+    return plan.replace(name=f"{search.job.name} on {search.cluster.name}, choice {rank + 1}",
+                        cluster_fingerprint=search.cluster.fingerprint())
+
+
+# --- in words --------------------------------------------------------------------------------------------------------
+
+def summary(search: Search, plan: Plan) -> str:
+    """A plan in one line."""
+    parts = []
+    for pipeline in plan.pipelines:
+        stages = " | ".join(
+            f"{_names(search, s.ranks(0))}{f' tp{s.tensor}' if s.tensor > 1 else ''} [{s.blocks[0]}:{s.blocks[1]}]"
+            f"{'' if s.recompute == 'none' else f' {s.recompute} recompute'}" for s in pipeline.stages)
+        parts.append(f"{pipeline.replicas} x ({stages}) of {pipeline.samples} samples by {pipeline.micro_batch}")
+    return f"{'; '.join(parts)}; {_sharding(plan)}"
+
+
+def _names(search: Search, ranks: Iterable[int]) -> str:
+    return "+".join(dict.fromkeys(search.cluster.devices[r].name for r in ranks))
+
+
+def _sharding(plan: Plan) -> str:
+    shard, n = plan.sharding, len(plan.replicas)
+    w, g, o = shard.weights, shard.gradients, shard.optimizer
+    if n == 1:
+        return "one replica"
+    if (w, g, o) == (1, 1, 1):
+        return "replicated (DDP)"
+    stage = 3 if w > 1 else 2 if g > 1 else 1
+    if w == g == o and w < n:
+        return f"MiCS groups of {w} of {n} replicas"
+    name = f"ZeRO-{stage} over {(w, g, o)[3 - stage]} of {n} replicas"
+    return name if stage == 1 or o == (w if stage == 3 else g) else f"{name}, optimizer state over {o}"
+
+
+def _spent(prediction: Prediction) -> dict[str, float]:
+    """Seconds per step and device: waiting, and each kind of communication that is not hidden."""
+    return {"waiting": prediction.bubble * prediction.step_s,
+            **{f"exposed {name}": s for name, s in prediction.exposed_s.items()}}
+
+
+def _difference(a: Prediction, b: Prediction) -> str:
+    """Where `b` loses against `a`."""
+    mine, other = _spent(a), _spent(b)
+    lost = {k: other.get(k, 0.0) - mine.get(k, 0.0) for k in {**mine, **other}}
+    lost["computing"] = b.step_s - a.step_s - sum(lost.values())
+    worst = max(sorted(lost), key=lambda k: lost[k])
+    return f"mostly {worst} (+{show_seconds(lost[worst])} per step and device)" if lost[worst] > 0 else ""
+
+
+def _why(search: Search, plans: Sequence[Ranked], others: Sequence[Judged], upper: float) -> Iterable[str]:
+    best = plans[0]
+    yield (f"{show_seconds(best.prediction.step_s)} per step, {best.prediction.samples_per_s:.3g} samples/s: "
+           f"{best.prediction.samples_per_s / upper:.0%} of what all {len(search.cluster.devices)} devices would do "
+           f"alone ({upper:.3g} samples/s, memory and communication ignored)")
+    for other, prediction in others:
+        if prediction is None:
+            yield f"{other.name}: {other.why_not}"
+        elif other.relative is not None and prediction != best.prediction:
+            gap = _difference(best.prediction, prediction)
+            yield f"{other.name} takes {other.relative:.2f} times as much per sample{f', {gap}' if gap else ''}"
+    for other_plan in plans[1:2]:
+        gap = _difference(best.prediction, other_plan.prediction)
+        yield f"the runner-up, {other_plan.summary}, takes {other_plan.relative:.3f} times as much" + (
+            f", {gap}" if gap else "")
+    yield from _shares(search, best.plan)
+
+
+def _shares(search: Search, plan: Plan) -> Iterable[str]:
+    """What part of the work falls to each kind of device, against its part of the speed."""
+    tables, job = search.tables, search.job
+    work: dict[str, float] = {}
+    speed: dict[str, float] = {}
+    for rank in plan.ranks:
+        name = search.cluster.devices[rank].name
+        speed[name] = speed.get(name, 0.0) + 1 / tables.table((rank,), 1).whole_s
+    for pipeline in plan.pipelines:
+        for stage in pipeline.stages:
+            flops = sum(op.flops.at(1, job.seq_len) + op.backward_flops.at(1, job.seq_len)
+                        for block in job.model.blocks[slice(*stage.blocks)] for op in block.ops)
+            for rank in stage.devices:
+                name = search.cluster.devices[rank].name
+                work[name] = work.get(name, 0.0) + flops * pipeline.samples / stage.tensor
+    if len(work) > 1:
+        yield "; ".join(f"{n}: {work[n] / sum(work.values()):.0%} of the work, {speed[n] / sum(speed.values()):.0%} of "
+                        "the speed" for n in sorted(work, key=lambda n: -work[n]))
+
+
+# --- what one would do without a search ------------------------------------------------------------------------------
+
+Judged = tuple[Alternative, Prediction | None]
+
+
+def _alternatives(search: Search) -> list[Judged]:
+    everyone = range(len(search.cluster.devices))
+    fastest = search.classes[0].device.name
+    fast = [r for r in everyone if search.cluster.devices[r].name == fastest]
+    found = [_even(search, "even DDP over all devices", sharded=False),
+             _even(search, "even FSDP (ZeRO-3) over all devices", sharded=True)]
+    if 0 < len(fast) < len(everyone):
+        found.append(_fastest_only(search, fastest, fast))
+    return found
+
+
+def _with_relative(search: Search, judged: Judged) -> Alternative:
+    """The objective per sample, as a multiple of the best plan's."""
+    other, prediction = judged
+    if prediction is None:
+        return other
+    ranks = other.plan.ranks if other.plan else range(len(search.cluster.devices))
+    return other.replace(relative=search.score(search.job.global_batch / prediction.samples_per_s, ranks) / search.best)
+
+
+def _even(search: Search, name: str, *, sharded: bool) -> Judged:
+    """Every device a replica with the same samples and micro-batch, the largest that fits everywhere.
+
+    Where the batch does not divide, it is the next one that does, as one would set it by hand.
+    """
+    n, wanted = len(search.cluster.devices), search.job.global_batch
+    each = -(-wanted // n)
+    job = search.job.replace(global_batch=each * n)
+    signature = search.tables.signature
+    runs: list[list[int]] = []
+    for rank in range(n):
+        if runs and signature((runs[-1][0],)) == signature((rank,)):
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    shape = tuple(Team((signature((run[0],)),), tuple(((r,),) for r in run)) for run in runs)
+    sharding = Sharding(weights=n, gradients=n, optimizer=n) if sharded else Sharding()
+    pieces = Pieces.of(sharding, n)
+    prediction: Prediction | None = None
+    why = ""
+    for micro_batch in reversed([m for m in range(1, each + 1) if each % m == 0]):
+        fits = [search.candidates.fit(team, micro_batch, pieces, each) for team in shape]
+        short = [run[0] for run, fit in zip(runs, fits) if fit is None]
+        if short:
+            why = f"does not fit in the memory of {search.cluster.devices[short[0]].name}, even with full recompute"
+            continue
+        plan = search.candidates.build(shape, sharding, [(f, [each] * t.replicas) for f, t in zip(fits, shape) if f])
+        prediction = predict(plan, job, search.cluster, sent=False)
+        if prediction.fits:
+            same = job.global_batch == wanted
+            if same:
+                search.found.setdefault(plan, prediction)
+            return Alternative(name=name if same else f"{name} (global batch {job.global_batch}, which divides)",
+                               plan=plan if same else None, step_s=prediction.step_s,
+                               summary=summary(search, plan)), prediction
+        why = prediction.reasons[0]
+    return Alternative(name=name, why_not=why), None
+
+
+def _fastest_only(search: Search, name: str, ranks: Sequence[int]) -> Judged:
+    """The best plan on the fastest kind of device alone, the others idle; searched like the whole."""
+    title = f"only the {len(ranks)} fastest devices ({name})"
+    only = set(ranks)
+    inside = [plan for _, _, plan in search.scored() if only.issuperset(plan.ranks)]
+    if not inside:
+        part = search.part()
+        members = [i for i, c in enumerate(part.classes) if c.device.name == name]
+        part.expand(shapes(part.tables, [part.classes[i] for i in members], lambda chosen: part.candidates.choose(
+            tuple(members[i] for i in chosen), part.classes)), simulations=TRIED)
+        inside = [plan for _, _, plan in part.scored()]
+        search.found |= {plan: part.found[plan] for plan in inside}
+    if not inside:
+        return Alternative(name=title, why_not="does not fit in their memory"), None
+    prediction = search.found[inside[0]]
+    return Alternative(name=title, plan=inside[0], step_s=prediction.step_s,
+                       summary=summary(search, inside[0])), prediction
+
+
+# --- devices left over -----------------------------------------------------------------------------------------------
+
+def _left_over(search: Search, best: Plan) -> Iterable[LeftOver]:
+    cluster, used = search.cluster, set(best.ranks)
+    rest: dict[int, list[int]] = {}
+    for rank in range(len(cluster.devices)):
+        if rank not in used:
+            rest.setdefault(search.tables.kind_of[rank], []).append(rank)
+    for ranks in rest.values():
+        name = cluster.devices[ranks[0]].name
+        with_them = [(s, plan) for s, _, plan in search.scored() if set(ranks) & set(plan.ranks)]
+        if with_them:
+            relative = with_them[0][0] / search.best
+            reason = (f"the best plan that uses any of them takes {relative:.2f} times as much "
+                      f"({summary(search, with_them[0][1])})")
+        else:
+            reason = "no plan that uses them fits, or their bound is higher than the best plan"
+        alike = [r for r in used if search.tables.kind_of[r] == search.tables.kind_of[ranks[0]]]
+        if alike:
+            degrees = tensor_degrees(search.job, len(ranks) + len(alike))
+            reason = (f"the other {len(alike)} {name} are used; {len(ranks)} do not make another equal part "
+                      f"(tensor degrees that divide the model: {', '.join(map(str, degrees))}); {reason}")
+        yield LeftOver(devices=tuple(ranks), device_name=name, reason=reason, better_use=_better_use(search, ranks),
+                       nodes=tuple(dict.fromkeys(cluster.nodes[cluster.node_of[r]].name for r in ranks)))
+
+
+def _better_use(search: Search, ranks: Sequence[int]) -> str:
+    """What else the devices could do: hold a copy of the model for evaluation, or another job."""
+    job: Job = search.job
+    device = search.cluster.devices[ranks[0]]
+    weights = job.model.count * job.bytes.weight_bytes
+    need = -(-weights // max(1, int(0.8 * device.memory_bytes)))
+    if need <= len(ranks):
+        return (f"evaluation of checkpoints: {need} of these {len(ranks)} hold the weights of {job.model.name}; or "
+                "another job")
+    return f"another job: the weights of {job.model.name} need {need} of them, so not even evaluation fits"

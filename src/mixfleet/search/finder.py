@@ -1,0 +1,244 @@
+"""The search: candidates in order of their lower bounds, judged by the simulator until no bound is better.
+
+Small cases are enumerated in full, so that the best plan is the best of the space. Larger ones expand templates and
+then improve the best plans step by step. Limits count candidates, not seconds, so that equal input gives equal output.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from heapq import heappop, heappush
+from itertools import islice
+from math import inf
+from time import monotonic
+
+from mixfleet.cluster import Cluster
+from mixfleet.cost.money import price_per_hour
+from mixfleet.errors import InputError
+from mixfleet.job import Job
+from mixfleet.plan import Plan, why_not
+from mixfleet.search.bounds import bound_s, compute_bound_s
+from mixfleet.search.candidates import Candidates
+from mixfleet.search.improve import frugal, neighbours
+from mixfleet.search.result import Objective, SearchResult
+from mixfleet.search.space import Limits, Shape, classes_of, enumerate_all, shapes, used
+from mixfleet.search.tables import Tables
+from mixfleet.sim import Prediction, predict
+from mixfleet.units import show_seconds
+
+Progress = Callable[[str], None]
+Entry = tuple[float, int, int, Plan]
+"""(bound of the score, order, 1 if the bound is of computing alone and 2 if of transfers too, plan)"""
+
+EXPANDED = 300
+"""Shapes whose plans are worked out."""
+SIMULATED, EXACT_SIMULATED = 28, 4000
+"""Simulations of templates, and of a space that is enumerated in full."""
+RELATIVES = 2
+"""Simulations of plans that differ only in sharding, placement and sizes, before those of other plans."""
+IMPROVED, ROUNDS, TRIED = 2, 2, 6
+"""Plans that are improved, rounds for each, and simulations in a round."""
+
+
+class Search:
+    """One search: what was looked at, what was found, what was rejected and why."""
+
+    def __init__(self, job: Job, cluster: Cluster, objective: Objective, max_seconds: float,
+                 progress: Progress | None) -> None:
+        self.job, self.cluster, self.objective = job, cluster, objective
+        self.tables = Tables(job, cluster)
+        self.candidates = Candidates(self.tables)
+        self.classes = classes_of(self.tables)
+        self.found: dict[Plan, Prediction] = {}
+        """Plans that fit, with their predictions."""
+        self.misses: dict[Plan, Prediction] = {}
+        self.rejected = self.candidates.rejected
+        self.considered = self.simulated = 0
+        self.complete = True
+        self.remaining = inf
+        self._until = monotonic() + max_seconds
+        self._progress = progress
+        self._prices = {d: price_per_hour([d]) for d in dict.fromkeys(cluster.devices)}
+        if objective == "cost" and None in self._prices.values():
+            missing = next(d.name for d, price in self._prices.items() if price is None)
+            raise InputError(f"objective is 'cost', but {missing} has no price_per_hour; add it to the cluster file, "
+                             "or take objective 'time'")
+
+    def part(self) -> Search:
+        """A fresh search of the same job on the same cluster, for a part of the space."""
+        return Search(self.job, self.cluster, self.objective, max(0.0, self._until - monotonic()), None)
+
+    # --- judging -------------------------------------------------------------------------------------------------
+
+    def score(self, seconds: float, ranks: Iterable[int]) -> float:
+        """The objective: seconds per step, or money per step."""
+        if self.objective == "time":
+            return seconds
+        return seconds / 3600 * sum(self._prices[self.cluster.devices[r]] or 0.0 for r in ranks)
+
+    def scored(self) -> list[tuple[float, int, Plan]]:
+        """What was found, best first; of equals the one found first."""
+        return sorted((self.score(p.step_s, plan.ranks), i, plan) for i, (plan, p) in enumerate(self.found.items()))
+
+    @property
+    def best(self) -> float:
+        """The best score found."""
+        return min((self.score(p.step_s, plan.ranks) for plan, p in self.found.items()), default=inf)
+
+    def judge(self, plan: Plan) -> Prediction | None:
+        """Simulates a plan once; None if it is impossible. Only plans that fit are `found`."""
+        known = self.found.get(plan) or self.misses.get(plan)
+        if known:
+            return known
+        reason = why_not(plan, self.job, self.cluster)
+        if reason:
+            self.rejected.add("impossible sharding for these pipelines", example=reason)
+            return None
+        self.simulated += 1
+        prediction = predict(plan, self.job, self.cluster, sent=False)
+        if prediction.fits:
+            before = self.best
+            self.found[plan] = prediction
+            if self._progress and self.best < before:
+                self._progress(f"{self.considered} candidates, {self.simulated} simulated, best step "
+                               f"{show_seconds(prediction.step_s)}")
+        else:
+            worst = max(prediction.devices, key=lambda d: d.lacks_bytes)
+            self.rejected.add(f"memory of {worst.device}, by simulation", example=prediction.reasons[0])
+            self.misses[plan] = prediction
+        return prediction
+
+    def late(self) -> bool:
+        """Whether the time limit is over, which is noted."""
+        if monotonic() > self._until:
+            self.complete = False
+            return True
+        return False
+
+    # --- the two ways through the space --------------------------------------------------------------------------
+
+    def enumerate(self, limits: Limits, top: int) -> bool:
+        """Exact search of a small case; False, with nothing done, if the space is too large."""
+        if len(self.cluster.devices) > limits.devices or len(self.job.model.blocks) > limits.blocks:
+            return False
+        plans = list(islice(enumerate_all(self.job, self.cluster, limits), limits.plans + 1))
+        if len(plans) > limits.plans:
+            return False
+        heap: list[Entry] = []
+        for plan in plans:
+            self._push(heap, plan)
+        self._drain(heap, EXACT_SIMULATED, top, 0)
+        return True
+
+    def expand(self, shapes_: Iterable[Shape], simulations: int = SIMULATED) -> None:
+        """Works out the shapes with the least bounds, then simulates their plans in the order of theirs."""
+        bounds = [(self.score(self.candidates.ideal_s(s), used(s)), i, s) for i, s in enumerate(shapes_)]
+        bounds.sort(key=lambda entry: entry[:2])
+        heap: list[Entry] = []
+        for n, (bound, _, shape) in enumerate(bounds):
+            if n == EXPANDED or self.late():
+                self.rejected.add("shapes with a higher lower bound, not worked out", len(bounds) - n)
+                self.remaining = min(self.remaining, bound)
+                break
+            for plan in self.candidates.plans(shape):
+                self._push(heap, plan)
+        self._drain(heap, simulations, 1, RELATIVES)
+
+    def _push(self, heap: list[Entry], plan: Plan) -> None:
+        self.considered += 1
+        heappush(heap, (self.score(compute_bound_s(self.tables, plan), plan.ranks), self.considered, 1, plan))
+
+    def _drain(self, heap: list[Entry], simulations: int, top: int, relatives: int) -> None:
+        """Simulates in the order of bounds until the next bound is no better than the `top` best scores.
+
+        A plan first has the bound of its computing, then, if that is the least, one with its transfers.
+        """
+        families: Counter[object] = Counter()
+        later: list[Entry] = []
+        while heap or later:
+            if not heap:
+                heap, later, relatives = later, [], 0
+            bound, order, level, plan = heappop(heap)
+            scores = sorted(self.score(p.step_s, q.ranks) for q, p in self.found.items())
+            if len(scores) >= top and bound >= scores[top - 1]:
+                self.rejected.add("slower than the best, by a lower bound", len(heap) + 1)
+                heap = []
+                continue
+            family = self.family(plan)
+            if relatives and families[family] >= relatives:
+                later.append((bound, order, level, plan))
+            elif level == 1:
+                bound = max(bound, self.score(bound_s(self.tables, plan), plan.ranks))
+                heappush(heap, (bound, order, 2, plan))
+            elif not simulations or self.late():
+                self.complete = False
+                self.remaining = min(self.remaining, bound, *(entry[0] for entry in later))
+                self.rejected.add("not simulated: the limit was reached", len(heap) + len(later) + 1)
+                return
+            else:
+                simulations -= 1
+                prediction = self.judge(plan)
+                if prediction and prediction.fits:
+                    families[family] += 1
+                elif prediction and relatives:
+                    for other in frugal(plan, prediction):
+                        self._push(heap, other)
+
+    def family(self, plan: Plan) -> object:
+        """What plans of one family share: the kinds of devices of every stage."""
+        return tuple((p.replicas, tuple(self.tables.signature(s.ranks(0)) for s in p.stages)) for p in plan.pipelines)
+
+    def improve(self) -> None:
+        """Moves blocks, samples, micro-batches, recompute and other settings of the best plans, one at a time."""
+        for _, _, plan in self.distinct()[:IMPROVED]:
+            for _ in range(ROUNDS):
+                now = self.score(self.found[plan].step_s, plan.ranks)
+                options = []
+                for i, other in enumerate(neighbours(plan, self.job)):
+                    if other in self.found or other in self.misses or why_not(other, self.job, self.cluster):
+                        continue
+                    self.considered += 1
+                    bound = self.score(bound_s(self.tables, other), other.ranks)
+                    if bound < now:
+                        options.append((bound, i, other))
+                    else:
+                        self.rejected.add("slower than the best, by a lower bound", 1)
+                better = plan
+                for bound, _, other in sorted(options)[:TRIED]:
+                    if self.late() or bound >= now:
+                        break
+                    prediction = self.judge(other)
+                    if prediction and prediction.fits and (s := self.score(prediction.step_s, other.ranks)) < now:
+                        now, better = s, other
+                if better is plan or self.late():
+                    break
+                plan = better
+
+    def distinct(self) -> list[tuple[float, int, Plan]]:
+        """The best plan of every family, best first."""
+        seen: dict[object, tuple[float, int, Plan]] = {}
+        for entry in self.scored():
+            seen.setdefault(self.family(entry[2]), entry)
+        return list(seen.values())
+
+
+def find(job: Job, cluster: Cluster, *, top: int = 5, max_seconds: float = 120.0, objective: Objective | None = None,
+         progress: Progress | None = None, limits: Limits | None = None) -> SearchResult:
+    """The best plans for a job on a cluster, and why.
+
+    `objective` is the job's unless given. `max_seconds` is a safety limit only: a search that it ends says so
+    (`complete`). Raises InputError for an objective that the cluster does not allow. Nothing that fits is an answer.
+    """
+    from mixfleet.search.explain import explain
+
+    search = Search(job, cluster, objective or job.objective, max_seconds, progress)
+    exact = search.enumerate(limits or Limits(), top)
+    for wide in () if exact else (False, True):
+        if not search.found:
+            search.expand(shapes(search.tables, search.classes,
+                                 lambda members, wide=wide: search.candidates.choose(  # type: ignore[misc]
+                                     members, search.classes, wide=wide)))
+    if not exact:
+        search.improve()
+    return explain(search, top, exact and search.complete)

@@ -1,0 +1,99 @@
+"""Small changes of a plan: the steps of the local search, and the way out when a plan lacks memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from math import gcd
+
+from mixfleet.job import Job
+from mixfleet.plan import Pipeline, Plan, Stage
+from mixfleet.search.tables import MODES
+from mixfleet.sim import Prediction
+
+Change = Callable[[Pipeline], Pipeline | None]
+
+
+def neighbours(plan: Plan, job: Job) -> Iterator[Plan]:
+    """Plans that differ in one setting. Pipelines with equal stages (parts of one team) change together."""
+    for cuts in dict.fromkeys(_look(p) for p in plan.pipelines):
+        first = next(p for p in plan.pipelines if _look(p) == cuts)
+        for i in range(len(first.stages) - 1):
+            for step in (-1, 1):
+                yield from _changed(plan, cuts, lambda p, i=i, step=step: _moved(p, i, step))  # type: ignore[misc]
+        for i, stage in enumerate(first.stages):
+            for step in (-1, 1):
+                mode = MODES.index(stage.recompute) + step
+                if 0 <= mode < len(MODES):
+                    yield from _changed(plan, cuts, lambda p, i=i, mode=mode: _staged(  # type: ignore[misc]
+                        p, i, recompute=MODES[mode]))
+        sizes = {first.micro_batch * 2, first.micro_batch // 2, first.micro_batch + 1, first.micro_batch - 1}
+        for size in sorted(sizes - {first.micro_batch}):
+            yield from _changed(plan, cuts, lambda p, size=size: p.replace(  # type: ignore[misc]
+                micro_batch=size) if 1 <= size <= p.samples else None)
+    for a, giver in enumerate(plan.pipelines):
+        for b, taker in enumerate(plan.pipelines):
+            part = gcd(giver.replicas, taker.replicas)
+            less, more = giver.samples - taker.replicas // part, taker.samples + giver.replicas // part
+            if a != b and less >= 1:
+                pipelines = list(plan.pipelines)
+                pipelines[a] = giver.replace(samples=less, micro_batch=min(giver.micro_batch, less))
+                pipelines[b] = taker.replace(samples=more)
+                yield plan.replace(pipelines=tuple(pipelines))
+    yield from _settings(plan)
+
+
+def _settings(plan: Plan) -> Iterator[Plan]:
+    """Whole-plan settings."""
+    if plan.sharding.weights > 1:
+        for prefetch in (0, 2):
+            if prefetch != plan.sharding.prefetch:
+                yield plan.replace(sharding=plan.sharding.replace(prefetch=prefetch))
+    if any(len(p.stages) > 1 for p in plan.pipelines):
+        yield plan.replace(schedule="gpipe" if plan.schedule == "1f1b" else "1f1b")
+
+
+def frugal(plan: Plan, prediction: Prediction) -> Iterator[Plan]:
+    """The same plan with the next recompute mode where devices lack memory, or else smaller micro-batches."""
+    short = {(d.pipeline, d.stage) for d in prediction.devices if not d.fits}
+    pipelines = []
+    stuck = False
+    for p, pipeline in enumerate(plan.pipelines):
+        stages = list(pipeline.stages)
+        for s, stage in enumerate(stages):
+            if (p, s) in short:
+                mode = MODES.index(stage.recompute)
+                stuck |= mode + 1 == len(MODES)
+                stages[s] = stage.replace(recompute=MODES[min(mode + 1, len(MODES) - 1)])
+        pipelines.append(pipeline.replace(stages=tuple(stages)))
+    if not stuck:
+        yield plan.replace(pipelines=tuple(pipelines))
+    elif any(p.micro_batch > 1 for p in plan.pipelines):
+        yield plan.replace(pipelines=tuple(p.replace(micro_batch=-(-p.micro_batch // 2)) for p in plan.pipelines))
+
+
+def _look(pipeline: Pipeline) -> tuple[tuple[tuple[int, int], int, str], ...]:
+    return tuple((s.blocks, s.tensor, s.recompute) for s in pipeline.stages)
+
+
+def _changed(plan: Plan, look: tuple[object, ...], change: Change) -> Iterator[Plan]:
+    pipelines = [change(p) if _look(p) == look else p for p in plan.pipelines]
+    whole = [p for p in pipelines if p is not None]
+    if len(whole) == len(pipelines):
+        yield plan.replace(pipelines=tuple(whole))
+
+
+def _staged(pipeline: Pipeline, index: int, **changes: object) -> Pipeline:
+    stages = list(pipeline.stages)
+    stages[index] = stages[index].replace(**changes)
+    return pipeline.replace(stages=tuple(stages))
+
+
+def _moved(pipeline: Pipeline, index: int, step: int) -> Pipeline | None:
+    """The boundary behind stage `index` moved by `step` blocks."""
+    a, b = pipeline.stages[index], pipeline.stages[index + 1]
+    edge = a.blocks[1] + step
+    if not a.blocks[0] < edge < b.blocks[1]:
+        return None
+    stages: list[Stage] = list(pipeline.stages)
+    stages[index], stages[index + 1] = a.replace(blocks=(a.blocks[0], edge)), b.replace(blocks=(edge, b.blocks[1]))
+    return pipeline.replace(stages=tuple(stages))

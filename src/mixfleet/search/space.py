@@ -1,0 +1,278 @@
+"""The space of plans: which devices form which stages of which pipelines, and how states are sharded among these.
+
+`shapes` yields templates for clusters of any size. Equal devices in equal nodes are one *class*; a *team* is a set of
+equal replicas, each with a proportional part of one or several classes; a *shape* is one team or several that use
+disjoint classes. `enumerate_all` yields every plan of a small case, within the limits that it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import combinations, pairwise, permutations, product
+from typing import NamedTuple
+
+from mixfleet.cluster import Cluster, Device
+from mixfleet.job import Job
+from mixfleet.plan import Pipeline, Plan, Recompute, ScheduleName, Sharding, Stage, why_not
+from mixfleet.search.tables import MODES, Tables
+from mixfleet.spec import Spec
+
+MANY_CLASSES = 4
+"""Classes up to which every way of putting them together is tried."""
+
+
+class Class(NamedTuple):
+    """Equal devices in equal nodes of one zone; `nodes` holds their ranks node by node."""
+
+    device: Device
+    nodes: tuple[tuple[int, ...], ...]
+
+    @property
+    def size(self) -> int:
+        return sum(map(len, self.nodes))
+
+    def tensor_groups(self, degree: int) -> list[tuple[int, ...]]:
+        """As many groups of this size as there are; inside the nodes if they fit there, else across them."""
+        if degree <= max(map(len, self.nodes)):
+            return [n[i:i + degree] for n in self.nodes for i in range(0, len(n) - degree + 1, degree)]
+        ranks = [r for n in self.nodes for r in n]
+        return [tuple(ranks[i:i + degree]) for i in range(0, len(ranks) - degree + 1, degree)]
+
+
+class Team(NamedTuple):
+    """Equal replicas: `ranks[replica][stage]` is a tensor group."""
+
+    kind: tuple[object, ...]
+    """Signature of each stage's tensor groups."""
+    ranks: tuple[tuple[tuple[int, ...], ...], ...]
+
+    @property
+    def replicas(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def stages(self) -> int:
+        return len(self.kind)
+
+
+Shape = tuple[Team, ...]
+
+
+def classes_of(tables: Tables) -> tuple[Class, ...]:
+    """The classes of a cluster, fastest device first."""
+    cluster = tables.cluster
+    found: dict[tuple[int, int, str], list[tuple[int, ...]]] = {}
+    for node, ranks in enumerate(cluster.ranks_of_node):
+        pools: dict[int, list[int]] = {}
+        for rank in ranks:
+            pools.setdefault(tables.kind_of[rank], []).append(rank)
+        for kind, pool in pools.items():
+            found.setdefault((kind, len(pool), cluster.nodes[node].zone), []).append(tuple(pool))
+    classes = [Class(cluster.devices[nodes[0][0]], tuple(nodes)) for nodes in found.values()]
+    return tuple(sorted(classes, key=lambda c: (tables.table(c.nodes[0][:1], 1).whole_s, c.nodes)))
+
+
+def tensor_degrees(job: Job, most: int) -> tuple[int, ...]:
+    """Degrees up to `most` that divide everything that tensor parallelism cuts."""
+    limits = (*(count for _, count in job.model.tensor_limit), job.seq_len)
+    return tuple(d for d in range(1, most + 1) if all(count % d == 0 for count in limits))
+
+
+def teams(members: Sequence[int], classes: Sequence[Class], tables: Tables, *, wide: bool = False) -> list[Team]:
+    """Teams that use all of the classes `members`, as far as their numbers allow.
+
+    For every number of replicas, each class gives every replica as many tensor groups as it can, one stage each.
+    `wide` lets tensor groups span nodes. Where replicas have several stages there are two placements: neighbours
+    form a pipeline, or neighbours hold the same stage.
+    """
+    found: list[Team] = []
+    job = tables.job
+    blocks = len(job.model.blocks)
+    degrees = {c: tensor_degrees(job, classes[c].size if wide else max(map(len, classes[c].nodes))) for c in members}
+    for order in permutations(members) if len(members) <= 3 else (tuple(members), tuple(reversed(members))):
+        for chosen in product(*(degrees[c] for c in order)):
+            groups = [classes[c].tensor_groups(d) for c, d in zip(order, chosen)]
+            counts = [len(g) for g in groups]
+            most = min(*counts, job.global_batch)
+            # Several numbers of replicas leave each class with as many stages: the largest of them wastes least.
+            depths = {tuple(n // r for n in counts): r for r in range(1, most + 1)}
+            for depth, replicas in depths.items():
+                if sum(depth) > blocks:
+                    continue
+                kind = tuple(tables.signature(g[0]) for g, d in zip(groups, depth) for _ in range(d))
+                for by_stage in (False, True) if sum(depth) > len(order) and replicas > 1 else (False,):
+                    found.append(Team(kind, tuple(
+                        tuple(g[s * replicas + r if by_stage else r * d + s] for g, d in zip(groups, depth)
+                              for s in range(d)) for r in range(replicas))))
+    return found
+
+
+def shapes(tables: Tables, classes: Sequence[Class], choose: Callable[[tuple[int, ...]], Sequence[Team]]
+           ) -> Iterator[Shape]:
+    """Templates: sets of classes that work together, the others idle; `choose` gives the teams of a set."""
+    known: dict[tuple[int, ...], Sequence[Team]] = {}
+    for split in splits(classes, tables.cluster):
+        for members in split:
+            if members not in known:
+                known[members] = choose(members)
+        for shape in product(*(known[members] for members in split)):
+            if sum(team.replicas for team in shape) <= tables.job.global_batch:
+                yield shape
+
+
+def splits(classes: Sequence[Class], cluster: Cluster) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """Ways to use some or all classes, in sets that work together. With many classes only the plausible ones."""
+    everyone = tuple(range(len(classes)))
+    if len(classes) <= MANY_CLASSES:
+        for used in range(1, 1 << len(classes)):
+            yield from _partitions(tuple(c for c in everyone if used >> c & 1))
+        return
+    zones = [cluster.nodes[cluster.node_of[c.nodes[0][0]]].zone for c in classes]
+    names = [c.device.name for c in classes]
+    found: dict[tuple[tuple[int, ...], ...], None] = {
+        tuple((c,) for c in everyone[:n]): None for n in range(1, len(classes) + 1)}
+    for key in (zones, names):
+        sets = [tuple(c for c in everyone if key[c] == k) for k in dict.fromkeys(key)]
+        found |= dict.fromkeys((tuple(sets), *((one,) for one in sets)))
+    found[everyone,] = None
+    yield from found
+
+
+def _partitions(items: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], ...]]:
+    if not items:
+        yield ()
+        return
+    first, rest = items[0], items[1:]
+    for mask in range(1 << len(rest)):
+        block = (first, *(x for i, x in enumerate(rest) if mask >> i & 1))
+        for others in _partitions(tuple(x for i, x in enumerate(rest) if not mask >> i & 1)):
+            yield (block, *others)
+
+
+def sharding_families(shape: Shape) -> tuple[tuple[Sharding, ...], ...]:
+    """Sharding degrees worth trying, in families; inside a family memory falls and communication rises.
+
+    None and ZeRO-1, ZeRO-2, ZeRO-2 whose optimizer state is spread over all, MiCS, MiCS with optimizer state spread
+    over all, and ZeRO-2 and 3 over all replicas. Groups are of consecutive replicas: degrees that divide every team
+    keep unlike replicas apart.
+    """
+    n = sum(team.replicas for team in shape)
+    inner = [d for d in range(2, n) if all(team.replicas % d == 0 for team in shape)]
+    families = ([(1, 1, p) for p in (1, *inner, n)], [(1, p, p) for p in inner], [(1, p, n) for p in inner],
+                [(p, p, p) for p in inner], [(p, p, n) for p in inner], [(1, n, n)], [(n, n, n)])
+    return tuple(tuple(Sharding(weights=w, gradients=g, optimizer=o) for w, g, o in dict.fromkeys(family))
+                 for family in (families if n > 1 else families[:1]) if family)
+
+
+def micro_batch_sizes(most: int, *, fine: bool) -> tuple[int, ...]:
+    """Micro-batches worth trying: all small ones (`fine`), else powers of two and three times such."""
+    grown = {2**i * m for i in range(12) for m in (1, 3)}
+    return tuple(m for m in range(1, most + 1) if m in grown or (fine and m <= 16))
+
+
+class Limits(Spec, frozen=True, kw_only=True):
+    """Bounds of the space that is enumerated in full."""
+
+    devices: int = 6
+    blocks: int = 6
+    plans: int = 20_000
+    """A space of more plans is not enumerated."""
+    recompute: tuple[Recompute, ...] = MODES
+    schedules: tuple[ScheduleName, ...] = ("1f1b", "gpipe")
+    tensor: bool = True
+    idle: bool = True
+    """Also plans that leave devices idle."""
+
+
+def enumerate_all(job: Job, cluster: Cluster, limits: Limits | None = None) -> Iterator[Plan]:
+    """Every plan of a small case, one for each set of plans that differ only by equal devices.
+
+    All ways to put all or some devices into ordered stages of pipelines, tensor groups included; all cuts into block
+    ranges, splits of the batch, micro-batches, recompute modes per stage, schedules, and sharding degrees that divide
+    the number of replicas; prefetch is 1.
+    """
+    limits = limits or Limits()
+    kind_of = Tables(job, cluster).kind_of
+    ranks = sorted(range(len(kind_of)), key=lambda r: (kind_of[r], cluster.node_of[r], r))
+    label = [(kind_of[r], cluster.node_of[r]) for r in ranks]
+    degrees = tensor_degrees(job, len(label)) if limits.tensor else (1,)
+    for pipelines in _arrangements(label, degrees, limits.idle):
+        if len(pipelines) <= job.global_batch and all(len(p) <= len(job.model.blocks) for p in pipelines):
+            yield from _filled([[tuple(sorted(ranks[i] for i in group)) for group in pipeline]
+                                for pipeline in pipelines], job, cluster, limits)
+
+
+Group = tuple[int, ...]
+
+
+def _arrangements(label: Sequence[tuple[int, int]], degrees: Sequence[int],
+                  idle: bool) -> Iterator[tuple[tuple[Group, ...], ...]]:
+    """Sets of pipelines (sequences of tensor groups) over positions of `label`, which is sorted.
+
+    Devices of one label are equal, so the first free one is always taken, and sets with equal labels come once.
+    """
+    seen: set[object] = set()
+
+    def fill(done: tuple[tuple[Group, ...], ...], free: Group) -> Iterator[tuple[tuple[Group, ...], ...]]:
+        if done and (idle or not free):
+            key = tuple(sorted(tuple(tuple(label[r] for r in g) for g in pipe) for pipe in done))
+            if key in seen:
+                return
+            seen.add(key)
+            yield done
+        for pipe in chains(free):
+            if not done or pipe[0] > done[-1][0]:
+                taken = {r for g in pipe for r in g}
+                yield from fill((*done, pipe), tuple(r for r in free if r not in taken))
+
+    def chains(free: Group) -> Iterator[tuple[Group, ...]]:
+        for group in _groups(free, label, degrees):
+            yield (group,)
+            for rest in chains(tuple(r for r in free if r not in group)):
+                yield (group, *rest)
+
+    yield from fill((), tuple(range(len(label))))
+
+
+def _groups(free: Group, label: Sequence[tuple[int, int]], degrees: Sequence[int]) -> Iterator[Group]:
+    """Tensor groups inside one node; of equal devices the first free ones."""
+    seen: set[tuple[tuple[int, int], ...]] = set()
+    for degree in degrees:
+        for group in combinations(free, degree):
+            key = tuple(label[r] for r in group)
+            if len({node for _, node in key}) == 1 and key not in seen:
+                seen.add(key)
+                yield group
+
+
+def _filled(pipelines: Sequence[Sequence[Group]], job: Job, cluster: Cluster, limits: Limits) -> Iterator[Plan]:
+    blocks, n = len(job.model.blocks), len(pipelines)
+    degrees = [d for d in range(1, n + 1) if n % d == 0]
+    triples = [(w, g, o) for w, g, o in product(degrees, repeat=3) if w <= g <= o]
+    for bars in combinations(range(1, job.global_batch), n - 1):
+        edges = (0, *bars, job.global_batch)
+        samples = [b - a for a, b in pairwise(edges)]
+        choices = []
+        for groups, share in zip(pipelines, samples):
+            options = []
+            for cuts in combinations(range(1, blocks), len(groups) - 1):
+                ends = (0, *cuts, blocks)
+                for modes in product(limits.recompute, repeat=len(groups)):
+                    stages = tuple(Stage(blocks=(a, b), devices=g, tensor=len(g), recompute=mode)
+                                   for (a, b), g, mode in zip(pairwise(ends), groups, modes))
+                    options += [Pipeline(stages=stages, samples=share, micro_batch=m)
+                                for m in micro_batch_sizes(share, fine=True)]
+            choices.append(options)
+        for chosen in product(*choices):
+            deep = any(len(p.stages) > 1 and len(p.micro_batches) > 1 for p in chosen)
+            for schedule in limits.schedules if deep else limits.schedules[:1]:
+                for w, g, o in triples:
+                    plan = Plan(pipelines=chosen, schedule=schedule,
+                                sharding=Sharding(weights=w, gradients=g, optimizer=o))
+                    if g == 1 or why_not(plan, job, cluster) is None:
+                        yield plan
+
+
+def used(shape: Iterable[Team]) -> tuple[int, ...]:
+    """Ranks of a shape, ascending."""
+    return tuple(sorted(r for team in shape for replica in team.ranks for group in replica for r in group))

@@ -1,0 +1,192 @@
+"""Sums of costs over every range of blocks, so that the search can look them up. No price is made here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from mixfleet.cluster import Cluster, Device, Link
+from mixfleet.cost.kernels import block_cost
+from mixfleet.cost.memory import (
+    allocator_factor,
+    boundary_bytes,
+    framework_bytes,
+    recompute_bytes,
+    saved_bytes,
+    state_bytes,
+    workspace_bytes,
+)
+from mixfleet.cost.network import collective
+from mixfleet.job import Job
+from mixfleet.plan import Pipeline, Plan, Recompute, Sharding, Stage, groups
+from mixfleet.program.layout import Layout, Unit
+from mixfleet.search.partition import Matrix
+
+MODES: tuple[Recompute, ...] = ("none", "selective", "full")
+
+
+class Pieces(NamedTuple):
+    """Fewest replicas that share each kind of state: a rank holds one part in that many."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    prefetch: int = 1
+
+    @staticmethod
+    def of(sharding: Sharding, replicas: int) -> Pieces:
+        """Groups are as even as can be; the smallest one holds the largest pieces."""
+        w, g, o = (min(len(members) for members in groups(replicas, min(degree, replicas)))
+                   for degree in (sharding.weights, sharding.gradients, sharding.optimizer))
+        return Pieces(w, g, o, sharding.prefetch)
+
+
+class Table:
+    """Figures of one tensor group at one micro-batch, as matrices over block ranges `[lo, hi]`.
+
+    `forward_s`, and per recompute mode `backward_s` (recompute included), `saved_bytes` per micro-batch in flight and
+    `passing_bytes` (what backward brings back, and workspace); `edge_bytes[i]` crosses the boundary below block i. A
+    group of unlike devices goes at the pace of the slowest and has the least memory.
+    """
+
+    def __init__(self, job: Job, cluster: Cluster, ranks: Sequence[int], devices: Sequence[Device],
+                 micro_batch: int) -> None:
+        self.devices, self.micro_batch = devices, micro_batch
+        blocks, t, shape = job.model.blocks, len(ranks), (micro_batch, job.seq_len, len(ranks))
+        costs = {}
+        for block in blocks:
+            if block.kind in costs:
+                continue
+            talk = {"forward": 0.0, "backward": 0.0}
+            for comm in block.tensor_comm if t > 1 else ():
+                nbytes = round(comm.size.at(*shape) * (comm.bytes_per_element or job.bytes.compute_bytes))
+                talk[comm.phase] += collective(comm.op, nbytes, ranks, cluster).alone_s
+            plain = [block_cost(block, *shape, d, job) for d in devices]
+            forward = max(c.forward_s for c in plain) + talk["forward"]
+            backward = max(c.backward_s for c in plain) + talk["backward"]
+            again = [max(block_cost(block, *shape, d, job, mode).recompute_s for d in devices)
+                     + (talk["forward"] if mode == "full" else 0.0) for mode in MODES]
+            costs[block.kind] = (
+                forward, [backward + r for r in again],
+                [max(saved_bytes(block, *shape, d, job, mode) for d in devices) for mode in MODES],
+                [max(recompute_bytes(block, *shape, d, job, mode) for d in devices) for mode in MODES],
+                max(workspace_bytes(block, *shape, d, job) for d in devices), boundary_bytes(block, *shape, job))
+        rows = [costs[b.kind] for b in blocks]
+        self.forward_s = _sums([r[0] for r in rows])
+        self.backward_s = [_sums([r[1][m] for r in rows]) for m in range(len(MODES))]
+        self.saved_bytes = [_sums([r[2][m] for r in rows]) for m in range(len(MODES))]
+        work = _maxima([r[4] for r in rows])
+        self.passing_bytes = [work + _maxima([r[3][m] for r in rows]) for m in range(len(MODES))]
+        self.edge_bytes = np.array([0, *(r[5] for r in rows)], dtype=float)
+        self.kinds: dict[str, tuple[int, float, float]] = {}
+        """Per kind of block: how many, and seconds forward and backward without recompute."""
+        for b in blocks:
+            self.kinds[b.kind] = (self.kinds.get(b.kind, (0,))[0] + 1, costs[b.kind][0], costs[b.kind][1][0])
+        self.capacity_bytes = min(d.memory_bytes for d in devices)
+
+    @cached_property
+    def whole_s(self) -> float:
+        """Seconds of the whole model, forward and backward, for the micro-batch."""
+        return sum(n * (f + b) for n, f, b in self.kinds.values())
+
+    def need_bytes(self, state: Matrix, mode: int, in_flight: int, *, first: bool, last: bool,
+                   communicators: int) -> Matrix:
+        """Bytes taken from a device at the most, if all meet: state, micro-batches in flight, temporaries, messages."""
+        tensors: Matrix = state + in_flight * self.saved_bytes[mode] + self.passing_bytes[mode]
+        if not first:
+            tensors += 2 * self.edge_bytes[:, None]
+        if not last:
+            tensors += 2 * self.edge_bytes[None, :]
+        framework = max(framework_bytes(d, communicators) for d in self.devices)
+        tensors *= allocator_factor(self.devices[0])
+        tensors += framework
+        return tensors
+
+
+class Tables:
+    """All tables of a job on a cluster, made when they are asked for."""
+
+    def __init__(self, job: Job, cluster: Cluster) -> None:
+        self.job, self.cluster = job, cluster
+        whole = Pipeline(stages=(Stage(blocks=(0, len(job.model.blocks)), devices=(0,)),), samples=1, micro_batch=1)
+        self.units = Layout(Plan(pipelines=(whole,)), job.model).units
+        seen: dict[tuple[Device, Link, Link], int] = {}
+        self.kind_of = tuple(
+            seen.setdefault((d.replace(cores=()) if d.cores else d, node.link, node.nic), len(seen))
+            for node in cluster.nodes for d in node.devices)
+        """Per rank a number; equal ones are equal devices in equally linked nodes."""
+        self._tables: dict[tuple[object, ...], Table] = {}
+        self._signatures: dict[tuple[int, ...], tuple[object, ...]] = {}
+        self._states: dict[tuple[int, Pieces], Matrix] = {}
+        self.seconds: dict[tuple[object, ...], float] = {}
+        """What `bounds` remembers."""
+
+    def signature(self, ranks: tuple[int, ...]) -> tuple[object, ...]:
+        """Tensor groups of equal signature cost the same."""
+        if ranks not in self._signatures:
+            nodes = {self.cluster.node_of[r] for r in ranks}
+            kinds = tuple(sorted(self.kind_of[r] for r in ranks))
+            self._signatures[ranks] = (kinds,) if len(nodes) == 1 else (kinds, ranks)
+        return self._signatures[ranks]
+
+    def table(self, ranks: tuple[int, ...], micro_batch: int) -> Table:
+        """The table of a tensor group; it answers for all groups of the same signature."""
+        key = (self.signature(ranks), micro_batch)
+        if key not in self._tables:
+            devices = list({self.kind_of[r]: self.cluster.devices[r] for r in ranks}.values())
+            self._tables[key] = Table(self.job, self.cluster, ranks, devices, micro_batch)
+        return self._tables[key]
+
+    def state_bytes(self, tensor: int, pieces: Pieces) -> Matrix:
+        """Bytes per block range that do not depend on the micro-batch: state, gathered weights, gradient buffers."""
+        key = (tensor, pieces)
+        if key not in self._states:
+            blocks, job = len(self.job.model.blocks), self.job
+            elements = _unit_sums(blocks, tensor, self.units)
+            unit = [state_bytes(job, *one).total for one in ((1, 0, 0), (0, 1, 0), (0, 0, 1))]
+            total = sum((np.ceil(elements / part) * n for n, part in zip(unit, pieces)), np.zeros_like(elements))
+            largest = _maxima([sum(_local(u, tensor) for u in self.units if b in u.blocks) for b in range(blocks)])
+            if pieces.weights > 1:
+                total += (pieces.prefetch + 1) * largest * job.bytes.weight_bytes
+            if pieces.gradients > 1:
+                total += largest * job.bytes.gradient_bytes
+            self._states[key] = total
+        return self._states[key]
+
+
+def _sums(values: Sequence[float]) -> Matrix:
+    total = np.concatenate(([0.0], np.cumsum(values)))
+    return total[None, :] - total[:, None]
+
+
+def _maxima(values: Sequence[float]) -> Matrix:
+    n = len(values)
+    found = np.zeros((n + 1, n + 1))
+    for lo in range(n):
+        found[lo, lo + 1:] = np.maximum.accumulate(values[lo:])
+    return found
+
+
+def _local(unit: Unit, tensor: int) -> int:
+    """Elements of a unit on one rank of a tensor group, the largest slice."""
+    return sum(-(-t.rows // tensor) * t.row if t.param.split is not None else t.elements for t in unit.tensors)
+
+
+def _unit_sums(blocks: int, tensor: int, units: Sequence[Unit]) -> Matrix:
+    """Elements per range; a tied unit counts once where several of its blocks are."""
+    own = [0] * blocks
+    for unit in units:
+        if len(unit.blocks) == 1:
+            own[unit.blocks[0]] += _local(unit, tensor)
+    found = _sums(own)
+    edge = np.arange(blocks + 1)
+    for unit in units:
+        if len(unit.blocks) > 1:
+            inside = np.zeros_like(found, dtype=bool)
+            for b in unit.blocks:
+                inside |= (edge[:, None] <= b) & (b < edge[None, :])
+            found = found + inside * _local(unit, tensor)
+    return found
