@@ -32,7 +32,7 @@ def hazards(actions: tuple[Action, ...], layout: Layout) -> list[tuple[int, ...]
     tied = [tuple(u for u in units if u >= blocks) for units in layout.units_of_block]
     some_tied = any(tied)
     used, computed = [-1] * count, [-1] * count  # last F or B that read the weights; last B of the gradient
-    ready, moved, gathered = [-1] * count, [-1] * count, [-1] * count  # last G or X; last R or Y; last G
+    ready, moved = [-1] * count, [-1] * count  # last G or X; last R or Y
     stepped = [-1] * count
     received: dict[tuple[str, int], int] = {}
     made: dict[tuple[str, int, int], int] = {}
@@ -60,8 +60,6 @@ def hazards(actions: tuple[Action, ...], layout: Layout) -> list[tuple[int, ...]
         elif op in (GATHER, RELEASE):
             needs = (used[lo],)
             ready[lo] = i
-            if op == GATHER:
-                gathered[lo] = i
         elif op in (REDUCE, SYNC):
             needs = (computed[lo],)
             moved[lo] = reduced = i
@@ -74,8 +72,7 @@ def hazards(actions: tuple[Action, ...], layout: Layout) -> list[tuple[int, ...]
         elif op == NORM:
             needs = (reduced,)
         elif op == STEP:
-            needs = (gathered[lo],)
-            stepped[lo] = i
+            stepped[lo] = i  # behind the computing that used the last gather
         elif op == PUBLISH:
             needs = (stepped[lo],)
         found.append(needs if needs != (-1,) else ())
