@@ -24,7 +24,7 @@ from mixfleet.errors import InputError
 from mixfleet.model.spec import Model, Param
 from mixfleet.model.transformer import TransformerConfig
 from mixfleet.plan import Recompute
-from mixfleet.run.tensor import ALONE, TensorGroup, cross_entropy, gather_sequence, scatter_sequence, wide
+from mixfleet.run.tensor import ALONE, TensorGroup, cross_entropy, gather_sequence, scatter_sequence
 
 FAMILIES = ("decoder", "gpt2", "gpt_neox", "llama", "mistral", "opt", "qwen2", "qwen3")
 """Families that can be trained; every other one can be predicted and planned."""
@@ -224,7 +224,7 @@ class Layer(_Block):
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         scores = (q @ k.transpose(2, 3)) * q.shape[-1] ** -0.5
         scores = scores.masked_fill(~_causal(sequence, window if masked else 0, q.device), float("-inf"))
-        weights: Tensor = scores.softmax(-1, dtype=wide(q.dtype)).to(q.dtype)
+        weights: Tensor = scores.softmax(-1)
         return weights @ v
 
     def feed_forward(self, x: Tensor, params: dict[str, Tensor]) -> Tensor:

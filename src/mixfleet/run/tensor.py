@@ -146,7 +146,7 @@ class _CrossEntropy(torch.autograd.Function):
         mine = valid & (local >= 0) & (local < logits.shape[-1])
         local = torch.where(mine, local, 0)
         picked = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1).to(high.dtype).masked_fill(~mine, 0)
-        total = (logits.to(high.dtype) - high.unsqueeze(-1)).exp_().sum(-1)
+        total = (logits - high.unsqueeze(-1)).exp_().sum(-1)
         if group.size > 1:
             total, picked = group.all_reduce(torch.stack((total, picked)))
         log_sum = high + total.log()
@@ -156,7 +156,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         logits, log_sum, local, mine, valid = ctx.saved_tensors
-        softmax = (logits.to(log_sum.dtype) - log_sum.unsqueeze(-1)).exp_()
+        softmax = (logits - log_sum.unsqueeze(-1)).exp_()
         softmax.scatter_add_(-1, local.unsqueeze(-1), -mine.to(softmax.dtype).unsqueeze(-1))
         softmax *= (valid * grad).unsqueeze(-1)
         return softmax.to(logits.dtype), None, None, None
