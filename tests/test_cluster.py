@@ -217,8 +217,9 @@ def test_a_spoiled_file_is_a_cluster_or_one_line_of_error(tmp_path, edits):
         text = text[:at] + token + text[at + cut:]
     path = tmp_path / "c.yaml"
     path.write_text(text)
+    problem = ""
     try:
-        assert Cluster.load(path).devices
+        Cluster.load(path)
     except InputError as error:
-        assert str(error).startswith(str(path))
-        assert "\n" not in str(error)
+        problem = str(error)
+    assert not problem or (problem.startswith(str(path)) and "\n" not in problem)
