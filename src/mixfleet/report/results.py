@@ -85,18 +85,13 @@ def search(this: SearchResult) -> list[View]:
                        [[r.reason, f"{r.count:,}", r.example] for r in this.rejections])
     if this.best is None:
         return [View("nothing fits", [*_missed(this.nearest_miss), *counts], [rejections])]
-    tables = [_ranking(this.plans)]
-    if this.alternatives:
-        tables.append(Table(["instead of searching", ">step", ">slower", ""], [
-            [a.name, "" if a.step_s is None else show_seconds(a.step_s),
-             "" if a.relative is None else f"{a.relative:.2f} x", a.why_not or a.summary] for a in this.alternatives]))
     facts = [("" if i else "why", line) for i, line in enumerate(this.why)]
     facts += [("bound by", this.bound),
               ("upper bound", f"{percent(this.fraction_of_upper_bound)} of what all devices would do alone"),
               *((f"ranks {ranges(left.devices)}", f"{left.device_name}, left out: {left.reason}. {left.better_use}")
                 for left in this.left_over)]
-    return [View(f"best plans by {this.objective}", facts, tables),
-            View("the search", counts, [rejections] if this.rejections else [])]
+    return [View(f"best plans by {this.objective}", tables=[_ranking(this.plans)]), View("why plan 1", facts),
+            View("what was rejected", counts, [rejections] if this.rejections else [])]
 
 
 def _ranking(plans: Sequence[Ranked]) -> Table:

@@ -18,7 +18,9 @@ def show(*views: View) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=PLAIN_WIDTH)
-    for view in views:
+    for i, view in enumerate(views):
+        if i:
+            console.print()
         console.print(_rendered(view))
 
 
