@@ -1,0 +1,172 @@
+"""Local ranks, torchrun, interrupts, deaths and resumed runs, as a user meets them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from mixfleet.errors import InputError
+from mixfleet.job import Data, Job
+from mixfleet.run import TrainError, TrainResult, torchrun_commands, train
+from mixfleet.run.checkpoint import Reader, latest
+from mixfleet.run.metrics import StepMetrics
+from run_pool import CLUSTER, Case, job, pipe, plan, reference
+
+torch.set_num_threads(1)
+PAIR = plan(pipe((0, 5), (0,), samples=4, micro_batch=3), pipe((0, 5), (2,), samples=2, micro_batch=2),
+            sharding=(1, 1, 2))
+PIPELINE = plan(pipe((0, 2, 5), (0,), (1,), samples=6, micro_batch=2))
+
+
+def _long() -> Job:
+    return job().replace(steps=100_000)
+
+
+def test_resumes_under_another_plan(tmp_path: Path) -> None:
+    reported: list[StepMetrics] = []
+    first = train(PIPELINE, job(), CLUSTER, steps=2, out_dir=tmp_path, on_step=reported.append)
+    assert first is not None
+    then = train(PAIR, job(), CLUSTER, steps=4, out_dir=tmp_path, resume=tmp_path / "checkpoints", trace_steps=1)
+    assert then is not None
+    expected = reference(Case(PAIR, job()))
+    assert [*first.losses, *then.losses] == pytest.approx(expected.losses, rel=1e-9)
+    assert [(m.step, m.tokens) for m in reported] == [(1, 48), (2, 48)]
+    reader = Reader(tmp_path / "checkpoints")
+    assert (reader.state.step, reader.state.position) == (4, 24)
+    for key, value in expected.weights.items():
+        assert torch.allclose(reader.read(key, "weights", 0, len(value)), value, rtol=0, atol=1e-9)
+    _assert_measured(then)
+
+
+def _assert_measured(result: TrainResult) -> None:
+    trace = result.trace
+    assert trace is not None
+    assert trace.devices == (0, 2)
+    (start, end), = trace.steps_ns
+    for device in (0, 2):
+        spans = [s for s in trace.spans if s.device == device]
+        assert {"forward", "backward", "reduce", "gather", "optimizer"} == {s.category for s in spans}
+        assert all(start <= s.start_ns <= s.end_ns <= end for s in spans)
+    held = {r.rank: sum(r.state_bytes.values()) for r in result.ranks}
+    for device in (0, 2):
+        marks = [m.total_bytes for m in trace.memory if m.device == device]
+        assert min(marks) >= held[device]
+        assert max(marks) > min(marks)  # saved activations come and go
+
+
+def test_a_killed_rank_ends_the_run_with_one_message(tmp_path: Path) -> None:
+    def kill(metrics: StepMetrics) -> None:
+        if metrics.step == 6:
+            ranks = [c for c in psutil.Process().children() if "spawn_main" in " ".join(c.cmdline())]
+            ranks[-1].kill()
+
+    with pytest.raises(TrainError) as caught:
+        train(PAIR, _long(), CLUSTER, out_dir=tmp_path, checkpoint_every=2, on_step=kill)
+    message = str(caught.value)
+    assert message.startswith("rank 2 (cpu on node here) was killed by SIGKILL, after step ")
+    saved = latest(tmp_path / "checkpoints")
+    assert saved is not None
+    assert message.endswith(f"The last checkpoint is {saved}.")
+    assert Reader(saved).state.step >= 4
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_with_a_checkpoint(tmp_path: Path, number: signal.Signals) -> None:
+    def interrupt(metrics: StepMetrics) -> None:
+        if metrics.step == 3:
+            os.kill(os.getpid(), number)
+
+    result = train(PAIR, _long(), CLUSTER, out_dir=tmp_path, on_step=interrupt)
+    assert result is not None
+    assert result.stopped
+    assert 3 <= result.step == Reader(tmp_path / "checkpoints").state.step == len(result.losses) < 1000
+    assert signal.getsignal(number) not in (signal.SIG_IGN, None)
+
+
+def test_trains_from_a_thread() -> None:
+    found: list[TrainResult | None] = []
+    thread = threading.Thread(target=lambda: found.append(train(PAIR, job(), CLUSTER, steps=1)))
+    thread.start()
+    thread.join()
+    assert found[0] is not None
+    assert len(found[0].losses) == 1
+
+
+def test_bad_input_in_a_rank_is_one_input_error(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"data file 'nothing\.txt'"):
+        train(PAIR, job(data=Data(kind="text", path=str(tmp_path / "nothing.txt"))), CLUSTER)
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(InputError, match="no complete checkpoint"):
+        train(PAIR, job(), CLUSTER, resume=tmp_path / "checkpoints")
+
+
+def test_an_impossible_plan_is_refused() -> None:
+    with pytest.raises(InputError, match="global batch"):
+        train(PAIR, job(7), CLUSTER)
+
+
+def test_torchrun_starts_what_the_plan_says(tmp_path: Path) -> None:
+    (node, command), = torchrun_commands(PAIR, CLUSTER, ["plan.yaml"])
+    assert node == "here"
+    assert command == ("torchrun --nnodes=1 --node-rank=0 --nproc-per-node=2 --master-addr=here --master-port=29500 "
+                       "--no-python mixfleet train plan.yaml")
+    script = tmp_path / "script.py"
+    script.write_text(f"""
+import json, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from run_pool import CLUSTER, job
+from test_run_launch import PAIR
+from mixfleet.run import train
+result = train(PAIR, job(), CLUSTER, steps=2)
+if result:
+    print(json.dumps(result.losses))
+""")
+    def torchrun(processes: int) -> subprocess.CompletedProcess[str]:
+        words = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", str(script)]
+        return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=120,
+                              env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"})
+
+    done = torchrun(2)
+    assert json.loads(done.stdout) == pytest.approx(reference(Case(PAIR, job(), 2)).losses, rel=1e-9), done.stderr
+    assert "torchrun started 1 processes; the plan has 2 ranks" in torchrun(1).stderr
+
+
+def test_commands_follow_uneven_nodes() -> None:
+    big, small = CLUSTER.nodes[0], CLUSTER.nodes[0].replace(name="there", devices=CLUSTER.devices[:2])
+    two = CLUSTER.replace(nodes=(big, small))
+    wide = plan(pipe((0, 5), (0, 1, 2, 3, 4), samples=1, micro_batch=1, replicas=5))
+    first, second = torchrun_commands(wide, two, ["p.yaml", "--out", "a b"])
+    assert first[0] == "here"
+    assert "--nnodes=2 --node-rank=0 --nproc-per-node=4 --master-addr=here" in first[1]
+    assert "--nnodes=2 --node-rank=1 --nproc-per-node=1 --master-addr=here" in second[1]
+    assert second[1].endswith("mixfleet train p.yaml --out 'a b'")
+
+
+def test_a_rank_that_stops_answering_early_does_not_hang(tmp_path: Path) -> None:
+    """A death before training starts is noticed as well."""
+    started = time.monotonic()
+
+    def kill() -> None:
+        while time.monotonic() - started < 30:
+            ranks = [c for c in psutil.Process().children() if "spawn_main" in " ".join(c.cmdline())]
+            if ranks:
+                ranks[0].kill()
+                return
+            time.sleep(0.02)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    with pytest.raises(TrainError, match=r"rank \d .*SIGKILL.*There is no checkpoint yet"):
+        train(PAIR, _long(), CLUSTER)
+    thread.join()
+    assert time.monotonic() - started < 20
