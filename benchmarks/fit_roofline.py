@@ -93,7 +93,7 @@ def fit_kernels(path: Path) -> None:
         print(table.round(3).to_string(index=False))
 
 
-def group_of(gpu: str, nodes: int, per_node: int, nic_Bps: float) -> Cluster:
+def group_of(gpu: str, nodes: int, per_node: int, nic: Link) -> Cluster:
     """`nodes` nodes with the catalog's links."""
     one = device(gpu)
     assert one is not None
@@ -102,11 +102,11 @@ def group_of(gpu: str, nodes: int, per_node: int, nic_Bps: float) -> Cluster:
         name = "xGMI"
     return Cluster(name="group", nodes=tuple(
         Node(name=f"n{i}", devices=(one,) * per_node, link=Link(name=name, latency_s=latency, bandwidth_Bps=rate),
-             nic=Link(name="RDMA", latency_s=7e-6, bandwidth_Bps=nic_Bps)) for i in range(nodes)))
+             nic=nic) for i in range(nodes)))
 
 
 NIC_GBIT = {"RoCE 16x100G/node": 1600, "RoCE 16x200G/node": 3200, "RoCE 8x400G/node": 3200, "8x400G": 3200,
-            "Slingshot-11 4x200G": 800, "+ IB": 3200, "+ EFA": 3200, "RDMA (see note)": 3200}
+            "Slingshot-11 4x200G": 800, "+ IB": 3200, "EFA 4x100G": 400, "+ EFA": 3200, "RDMA (see note)": 3200}
 
 
 def fit_links(path: Path) -> None:
@@ -121,7 +121,8 @@ def fit_links(path: Path) -> None:
         one, nic = device(gpu), next((g for word, g in NIC_GBIT.items() if word in wires), 0)
         if one is None or not (one.link_Bps or one.pcie_Bps) or (nodes > 1 and not nic) or ranks % nodes:
             continue
-        cluster = group_of(gpu, nodes, ranks // nodes, (nic or 100) * GB / 8)
+        adapter = Link(name="EFA" if "EFA" in wires else "nic", latency_s=7e-6, bandwidth_Bps=(nic or 100) * GB / 8)
+        cluster = group_of(gpu, nodes, ranks // nodes, adapter)
         everyone = range(ranks)
         big = group[group.bytes >= 2**28]
         ideal = np.array([network.collective(op, n, everyone, cluster).alone_s for n in group.bytes])

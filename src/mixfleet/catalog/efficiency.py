@@ -26,8 +26,8 @@ EFFICIENCY: dict[str, dict[str, float]] = {
     "cpu": {"gemm": 0.85, "attention": 0.50, "norm": 0.50, "softmax": 0.50, "loss": 0.50, "elementwise": 0.80,
             "embedding": 0.30, "optimizer": 0.50},
 }
-"""Device name or generation (first word of `Device.arch`) to operator kind to fraction of the roofline. Entries of single
-devices are given where the same chips reach clearly more or less; RTX cards and embeddings rest on one source."""
+"""Device name or generation (first word of `Device.arch`) to operator kind to fraction of the roofline. Entries of
+single devices are given where they reach clearly more or less; RTX cards and embeddings rest on one source."""
 
 SUSTAINED: dict[str, float] = {"gpu": 0.87, "cpu": 1.0}
 """What whole training steps reach of the rates of kernels measured alone: clocks under load, the casts, biases and
