@@ -25,7 +25,7 @@ def largest(curve: Curve, limit_s: float, most: int) -> int:
 
 
 def allocate(curves: Sequence[Curve], copies: Sequence[int], total: int) -> tuple[tuple[int, int], ...] | None:
-    """Samples for `copies[i]` replicas of curve i, at least one each and `total` in all, so that the slowest is fastest.
+    """Samples for `copies[i]` replicas of curve i, one or more each and `total` in all, with the slowest fastest.
 
     Returns (samples, how many of the replicas take one more) per curve; None if it is impossible. Takes a lower
     limit from bisection, then gives out the rest one by one to whoever ends first: both keep the optimum.

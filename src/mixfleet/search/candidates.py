@@ -111,6 +111,8 @@ class Candidates:
                 if fits:
                     seconds = min(f.step_s(share(team)) for f in fits)
                     rated.append((seconds / (share(team) * team.replicas), order, team))
+                elif all(sharded):
+                    self._too_small(team, pieces)
             picked |= dict.fromkeys(team for _, _, team in sorted(rated)[:KEPT // len(classes)])
         return [team for kind in picked for team in placements[kind.kind, kind.replicas]]
 
@@ -145,6 +147,13 @@ class Candidates:
         flow = Flow([float(t.forward_s[r]) for t, r in zip(tables, ranges)],
                     [float(t.backward_s[m][r]) for t, m, r in zip(tables, modes, ranges)], hops)
         return Fit(micro_batch, cuts, tuple(MODES[m] for m in modes), flow)
+
+    def _too_small(self, team: Team, pieces: Pieces) -> None:
+        names = [self.tables.cluster.devices[g[0]].name for g in team.ranks[0]]
+        stages = " | ".join(f"{name} tp{len(g)}" if len(g) > 1 else name for name, g in zip(names, team.ranks[0]))
+        self.rejected.add(f"no cut into stages fits the memory of {' and '.join(dict.fromkeys(names))}",
+                          example=f"{team.replicas} x ({stages}), weights, gradients and optimizer state over "
+                                  f"{pieces.weights}, {pieces.gradients} and {pieces.optimizer} replicas")
 
     def _stage(self, ranks: tuple[int, ...], micro_batch: int, pieces: Pieces, in_flight: int, first: bool,
                last: bool) -> tuple[Matrix, Matrix]:
@@ -191,13 +200,7 @@ class Candidates:
         for team in shape:
             share = batch // team.replicas
             if not self.fit(team, 1, pieces, share):  # no larger micro-batch needs less
-                stages = [self.tables.cluster.devices[g[0]].name + (f" tp{len(g)}" if len(g) > 1 else "")
-                          for g in team.ranks[0]]
-                names = dict.fromkeys(self.tables.cluster.devices[g[0]].name for g in team.ranks[0])
-                self.rejected.add(
-                    f"no cut into stages fits the memory of {' and '.join(names)}", example=
-                    f"{team.replicas} x ({' | '.join(stages)}), weights/gradients/optimizer state over "
-                    f"{sharding.weights}/{sharding.gradients}/{sharding.optimizer} replicas")
+                self._too_small(team, pieces)
                 return []
             sizes = self._sizes(team, min(share, max(1, batch // replicas * 4)), fine=joint)
             options.append([f for m in sizes if (f := self.fit(team, m, pieces, share))])

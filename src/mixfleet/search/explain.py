@@ -19,17 +19,20 @@ from mixfleet.units import show_seconds
 def explain(search: Search, top: int, exact: bool) -> SearchResult:
     """The answer of a finished search."""
     upper = upper_samples_per_s(search.tables)
+    ranking = search.scored()[:top]
     judged = _alternatives(search)
-    ranking = search.scored() if exact else search.distinct()
+    if not exact:  # an alternative may be better than all templates; and other families tell more than variants
+        ranking = search.distinct()[:top]
+        ranking += [entry for entry in search.scored() if entry not in ranking][:top - len(ranking)]
     result = SearchResult(
         plans=(), objective=search.objective, upper_samples_per_s=upper, considered=search.considered,
         simulated=search.simulated, exact=exact, complete=search.complete, rejections=search.rejected.listed())
     if not ranking:
         return result.replace(nearest_miss=nearest_miss(search))
-    others = [(_with_relative(search, one), one[1]) for one in judged]
+    others = [(_with_relative(search, one, ranking[0][0]), one[1]) for one in judged]
     best_score, _, best = ranking[0]
     plans = tuple(Ranked(plan=_named(search, plan, i), prediction=search.found[plan], relative=score / best_score,
-                         summary=summary(search, plan)) for i, (score, _, plan) in enumerate(ranking[:top]))
+                         summary=summary(search, plan)) for i, (score, _, plan) in enumerate(ranking))
     return result.replace(
         plans=plans, why=tuple(_why(search, plans, others, upper)), bound=search.found[best].bound,
         alternatives=tuple(other for other, _ in others),
@@ -97,7 +100,9 @@ def _why(search: Search, plans: Sequence[Ranked], others: Sequence[Judged], uppe
     for other, prediction in others:
         if prediction is None:
             yield f"{other.name}: {other.why_not}"
-        elif other.relative is not None and prediction != best.prediction:
+        elif prediction is best.prediction:
+            yield f"{other.name}: that is the best plan"
+        elif other.relative is not None:
             gap = _difference(best.prediction, prediction)
             yield f"{other.name} takes {other.relative:.2f} times as much per sample{f', {gap}' if gap else ''}"
     for other_plan in plans[1:2]:
@@ -143,13 +148,13 @@ def _alternatives(search: Search) -> list[Judged]:
     return found
 
 
-def _with_relative(search: Search, judged: Judged) -> Alternative:
+def _with_relative(search: Search, judged: Judged, best: float) -> Alternative:
     """The objective per sample, as a multiple of the best plan's."""
     other, prediction = judged
     if prediction is None:
         return other
     ranks = other.plan.ranks if other.plan else range(len(search.cluster.devices))
-    return other.replace(relative=search.score(search.job.global_batch / prediction.samples_per_s, ranks) / search.best)
+    return other.replace(relative=search.score(search.job.global_batch / prediction.samples_per_s, ranks) / best)
 
 
 def _even(search: Search, name: str, *, sharded: bool) -> Judged:
@@ -200,7 +205,7 @@ def _fastest_only(search: Search, name: str, ranks: Sequence[int]) -> Judged:
         part = search.part()
         members = [i for i, c in enumerate(part.classes) if c.device.name == name]
         part.expand(shapes(part.tables, [part.classes[i] for i in members], lambda chosen: part.candidates.choose(
-            tuple(members[i] for i in chosen), part.classes)), simulations=TRIED)
+            tuple(members[i] for i in chosen), part.classes)), 1, simulations=TRIED)
         inside = [plan for _, _, plan in part.scored()]
         search.found |= {plan: part.found[plan] for plan in inside}
     if not inside:
@@ -222,7 +227,7 @@ def _left_over(search: Search, best: Plan) -> Iterable[LeftOver]:
         name = cluster.devices[ranks[0]].name
         with_them = [(s, plan) for s, _, plan in search.scored() if set(ranks) & set(plan.ranks)]
         if with_them:
-            relative = with_them[0][0] / search.best
+            relative = with_them[0][0] / search.score(search.found[best].step_s, best.ranks)
             reason = (f"the best plan that uses any of them takes {relative:.2f} times as much "
                       f"({summary(search, with_them[0][1])})")
         else:

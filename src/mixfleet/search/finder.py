@@ -131,7 +131,7 @@ class Search:
         self._drain(heap, EXACT_SIMULATED, top, 0)
         return True
 
-    def expand(self, shapes_: Iterable[Shape], simulations: int = SIMULATED) -> None:
+    def expand(self, shapes_: Iterable[Shape], top: int, simulations: int = SIMULATED) -> None:
         """Works out the shapes with the least bounds, then simulates their plans in the order of theirs."""
         bounds = [(self.score(self.candidates.ideal_s(s), used(s)), i, s) for i, s in enumerate(shapes_)]
         bounds.sort(key=lambda entry: entry[:2])
@@ -143,7 +143,7 @@ class Search:
                 break
             for plan in self.candidates.plans(shape):
                 self._push(heap, plan)
-        self._drain(heap, simulations, 1, RELATIVES)
+        self._drain(heap, simulations, top, RELATIVES)
 
     def _push(self, heap: list[Entry], plan: Plan) -> None:
         self.considered += 1
@@ -160,8 +160,7 @@ class Search:
             if not heap:
                 heap, later, relatives = later, [], 0
             bound, order, level, plan = heappop(heap)
-            scores = sorted(self.score(p.step_s, q.ranks) for q, p in self.found.items())
-            if len(scores) >= top and bound >= scores[top - 1]:
+            if self._enough(bound, top, relatives):
                 self.rejected.add("slower than the best, by a lower bound", len(heap) + 1)
                 heap = []
                 continue
@@ -184,6 +183,14 @@ class Search:
                 elif prediction and relatives:
                     for other in frugal(plan, prediction):
                         self._push(heap, other)
+
+    def _enough(self, bound: float, top: int, relatives: int) -> bool:
+        """Whether no plan with this bound can matter: in a full enumeration for any of the `top` plans, else for the
+        best one, once there are as many families to show."""
+        if not relatives:
+            scores = [score for score, _, _ in self.scored()]
+            return len(scores) >= top and bound >= scores[top - 1]
+        return bound >= self.best and len(self.distinct()) >= top
 
     def family(self, plan: Plan) -> object:
         """What plans of one family share: the kinds of devices of every stage."""
@@ -238,7 +245,7 @@ def find(job: Job, cluster: Cluster, *, top: int = 5, max_seconds: float = 120.0
         if not search.found:
             search.expand(shapes(search.tables, search.classes,
                                  lambda members, wide=wide: search.candidates.choose(  # type: ignore[misc]
-                                     members, search.classes, wide=wide)))
+                                     members, search.classes, wide=wide)), top)
     if not exact:
         search.improve()
     return explain(search, top, exact and search.complete)

@@ -1,0 +1,208 @@
+"""The search against brute force, its laws, and what it says."""
+
+import random
+
+import msgspec
+import pytest
+
+from mixfleet.cluster import Cluster, Device, Link, Node
+from mixfleet.errors import InputError
+from mixfleet.job import Job
+from mixfleet.model.families import build
+from mixfleet.plan import why_not
+from mixfleet.search import Limits, SearchResult, enumerate_all, find
+from mixfleet.search.bounds import bound_s, compute_bound_s, upper_samples_per_s
+from mixfleet.search.candidates import Candidates
+from mixfleet.search.improve import neighbours
+from mixfleet.search.space import classes_of, shapes
+from mixfleet.search.tables import Tables
+from mixfleet.sim import predict
+from mixfleet.units import GiB
+
+PLAIN = Limits(recompute=("none",), schedules=("1f1b",))
+
+
+def device(name, tera, gib, **more):
+    return Device(name=name, arch="Ampere", flops={"bf16": tera * 1e12, "fp32": tera * 1e11}, vector_flops=tera * 1e11,
+                  memory_bytes=int(gib * GiB), memory_Bps=tera * 1e10, **more)
+
+
+def cluster(*nodes, fast_link=1e11, nic=3e9):
+    link = Link(name="inside", latency_s=1e-5, bandwidth_Bps=fast_link)
+    out = Link(name="outside", latency_s=3e-5, bandwidth_Bps=nic)
+    return Cluster(name="small", nodes=tuple(
+        Node(name=f"n{i}", devices=tuple(d), link=link, nic=out) for i, d in enumerate(nodes)))
+
+
+def job(layers=2, batch=3, seq_len=256, hidden=512, **more):
+    model = build({"layers": layers, "hidden": hidden, "heads": 4, "vocab": 2000, "max_seq_len": 4096})
+    return Job(name="j", model=model, seq_len=seq_len, global_batch=batch, **more)
+
+
+FAST, SLOW, TINY = device("fast", 100, 80), device("slow", 37, 30), device("tiny", 61, 1.4)
+CASES = {
+    "fast and slow in one node, slow alone": (job(), cluster([FAST, SLOW], [SLOW]), PLAIN),
+    "two equal nodes": (job(batch=2), cluster([FAST, FAST], [FAST, FAST]), PLAIN.replace(idle=False)),
+    "slow network": (job(batch=4), cluster([FAST], [SLOW], nic=1e8), PLAIN),
+    "little memory": (job(batch=2, hidden=768), cluster([TINY, TINY]), Limits()),
+    "all modes and schedules": (job(layers=1, batch=3), cluster([FAST, SLOW]), Limits()),
+    "six devices": (job(layers=2, batch=2), cluster([FAST] * 3, [SLOW] * 3), PLAIN.replace(idle=False, tensor=False)),
+    "six blocks": (job(layers=4, batch=2), cluster([FAST, SLOW, SLOW]), PLAIN.replace(tensor=False)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equals_brute_force(case):
+    work, where, limits = CASES[case]
+    plans = list(enumerate_all(work, where, limits))
+    assert 20 < len(plans) < 2500
+    times = sorted(p.step_s for p in (predict(plan, work, where, sent=False) for plan in plans) if p.fits)
+    result = find(work, where, top=3, limits=limits)
+    assert result.exact
+    assert result.complete
+    assert [r.prediction.step_s for r in result.plans] == times[:3]
+    assert result.simulated < len(plans)
+    assert result.considered == len(plans)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bounds_are_bounds(case):
+    work, where, limits = CASES[case]
+    tables = Tables(work, where)
+    if len(where.devices) < 3:
+        limits = limits.replace(recompute=Limits().recompute, schedules=Limits().schedules)
+    plans = list(enumerate_all(work, where, limits))
+    for plan in random.Random(7).sample(plans, 60):
+        step_s = predict(plan, work, where, sent=False).step_s
+        assert compute_bound_s(tables, plan) <= bound_s(tables, plan) <= step_s, plan
+
+
+def mixed():
+    """Three kinds of devices, too many for the full enumeration."""
+    return cluster([FAST] * 4, [SLOW] * 4, [TINY] * 2)
+
+
+def test_bounds_hold_for_templates_and_their_neighbours():
+    work, where = job(layers=6, batch=24), mixed()
+    tables = Tables(work, where)
+    classes, candidates = classes_of(tables), Candidates(tables)
+    found = list(shapes(tables, classes, lambda members: candidates.choose(members, classes)))
+    checked = 0
+    for shape in random.Random(3).sample(found, 25):
+        ideal = candidates.ideal_s(shape)
+        for plan in candidates.plans(shape)[:3]:
+            assert why_not(plan, work, where) is None
+            for other in (plan, *random.Random(3).sample(list(neighbours(plan, work)), 1)):
+                if why_not(other, work, where) is None:
+                    step_s = predict(other, work, where, sent=False).step_s
+                    assert ideal <= step_s
+                    assert bound_s(tables, other) <= step_s, other
+                    checked += 1
+    assert checked > 50
+
+
+def test_enumeration_has_no_doubles_and_only_possible_plans():
+    work, where, limits = CASES["fast and slow in one node, slow alone"]
+    plans = list(enumerate_all(work, where, limits))
+    assert len(set(plans)) == len(plans)
+    assert all(why_not(plan, work, where) is None for plan in plans)
+    # Two equal devices in one node give one plan each for what either of them would do alone.
+    alone = [p for p in enumerate_all(job(batch=1), cluster([FAST, FAST]), PLAIN) if len(p.ranks) == 1]
+    assert [p.ranks for p in alone] == [(0,)]
+
+
+def test_result_is_lawful_and_repeats_to_the_bit():
+    work, where = job(layers=6, batch=24, hidden=1024, seq_len=1024), mixed()
+    result = find(work, where)
+    assert not result.exact
+    assert len(result.plans) == 5
+    assert [r.relative for r in result.plans] == sorted(r.relative for r in result.plans)
+    assert result.plans[0].relative == 1.0
+    for ranked in result.plans:
+        assert why_not(ranked.plan, work, where) is None
+        again = predict(ranked.plan, work, where, sent=False)
+        assert again.fits
+        assert again.step_s == ranked.prediction.step_s
+        assert all(d.fresh_bytes <= d.capacity_bytes and d.resumed_bytes <= d.capacity_bytes for d in again.devices)
+    assert 0 < result.fraction_of_upper_bound <= 1
+    assert result.fraction_of_upper_bound == pytest.approx(
+        result.best.prediction.samples_per_s / upper_samples_per_s(Tables(work, where)))
+    text = msgspec.json.encode(result)
+    assert msgspec.json.encode(find(work, where)) == text
+    assert msgspec.json.decode(text, type=SearchResult) == result
+    for other in result.alternatives:
+        assert other.relative is None or other.relative >= 1.0
+        assert (other.step_s is None) == bool(other.why_not)
+    assert {"even DDP over all devices", "even FSDP (ZeRO-3) over all devices"} <= {
+        a.name.partition(" (global")[0] for a in result.alternatives}
+    assert any("the 4 fastest devices (fast)" in line for line in result.why)
+
+
+def test_uneven_processors_get_uneven_shares():
+    """One process owns a core, two share another: 12 + 6 + 6 samples, better than even DDP by nearly 4/3."""
+    cpu = Device(name="cpu", kind="cpu", flops={"fp32": 1e11}, vector_flops=1e11, memory_bytes=2 * GiB,
+                 memory_Bps=1e10, cores=(0,))
+    half = cpu.replace(cores=(1,), share=0.5)
+    where = cluster([cpu, half, half], fast_link=4e9)
+    work = job(layers=4, batch=24, seq_len=128, hidden=256, precision="fp32")
+    result = find(work, where)
+    shares = {rank: pipe.samples for pipe in result.best.plan.pipelines for s in pipe.stages for rank in s.devices}
+    assert shares == {0: 12, 1: 6, 2: 6}
+    even = next(a for a in result.alternatives if a.name.startswith("even DDP"))
+    assert 1.25 < even.relative < 4 / 3 + 0.05
+
+
+def test_nothing_fits_names_the_device_the_lack_and_a_change():
+    work, where = job(layers=8, batch=4, hidden=2048, seq_len=4096), cluster([device("small", 50, 2.0)] * 2)
+    result = find(work, where)
+    miss = result.nearest_miss
+    assert result.plans == ()
+    assert result.best is None
+    prediction = predict(miss.plan, work, where)
+    short = next(d for d in prediction.devices if d.rank == miss.device)
+    assert (miss.device_name, miss.node) == ("small", "n0")
+    assert miss.lacks_bytes == short.lacks_bytes > 0
+    assert miss.phase == short.phase
+    assert miss.changes
+    assert sum(r.count for r in result.rejections) > 0
+    assert any("memory of small" in r.reason for r in result.rejections)
+    times = next(int(c.split()[0]) for c in miss.changes if "times the nodes" in c)
+    grown = where.replace(nodes=tuple(n.replace(name=f"{n.name}-{i}") for i in range(times) for n in where.nodes))
+    assert find(work, grown).plans
+
+
+def test_more_devices_than_the_model_divides_by_are_named_with_a_use():
+    """Batch 1: one replica of at most 3 blocks and tensor degrees 1, 2, 4, so that of 5 devices one is left."""
+    work, where = job(layers=1, batch=1), cluster([FAST] * 5, nic=1e6)
+    result = find(work, where)
+    left = [rank for one in result.left_over for rank in one.devices]
+    assert sorted((*left, *result.best.plan.ranks)) == list(range(5))
+    assert left
+    assert result.left_over[0].better_use
+    assert "times as much" in result.left_over[0].reason or "bound" in result.left_over[0].reason
+
+
+def test_cost_objective_leaves_dear_devices_idle():
+    cheap = device("cheap", 40, 80, price_per_hour=1.0)
+    dear = device("dear", 60, 80, price_per_hour=40.0)
+    work, where = job(batch=4), cluster([dear], [cheap])
+    assert find(work, where, limits=PLAIN).best.plan.ranks != (1,)
+    result = find(work, where, objective="cost", limits=PLAIN)
+    assert result.best.plan.ranks == (1,)
+    plans = list(enumerate_all(work, where, PLAIN))
+    assert result.best.prediction.cost_per_step == min(predict(p, work, where).cost_per_step for p in plans)
+    with pytest.raises(InputError, match="price_per_hour"):
+        find(work, cluster([FAST]), objective="cost")
+
+
+def test_time_limit_is_reported():
+    result = find(job(layers=6, batch=24), mixed(), max_seconds=0.0)
+    assert not result.complete
+
+
+def test_progress_tells_of_better_plans():
+    lines = []
+    result = find(job(), cluster([FAST, SLOW]), limits=PLAIN, progress=lines.append)
+    assert lines
+    assert "simulated" in lines[-1]
+    assert result.simulated >= len(lines)

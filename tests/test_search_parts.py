@@ -1,0 +1,124 @@
+"""The solvers inside the search, against brute force."""
+
+from itertools import combinations, pairwise, product
+from math import inf
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mixfleet.search.allocate import allocate, allocate_in_step, micro_batches
+from mixfleet.search.partition import partition
+from mixfleet.search.space import _partitions
+
+
+def splits(total, parts):
+    """All ways to write `total` as an ordered sum of positive parts."""
+    for bars in combinations(range(1, total), parts - 1):
+        edges = (0, *bars, total)
+        yield tuple(b - a for a, b in pairwise(edges))
+
+
+def test_two_to_one_to_one():
+    assert allocate([lambda s: 3.0 * s, lambda s: 6.0 * s], [1, 2], 24) == ((12, 0), (6, 0))
+
+
+def test_remainder_goes_where_it_ends_first():
+    # 7 samples on three equal replicas and one that takes 5 s each: 2 + 2 + 2 + 1 = 7 within 5 s.
+    assert allocate([lambda s: 2.0 * s, lambda s: 5.0 * s], [3, 1], 7) == ((2, 0), (1, 0))
+    assert allocate([lambda s: 2.0 * s], [3], 7) == ((2, 1),)
+
+
+@pytest.mark.parametrize("total", [0, 2])
+def test_fewer_samples_than_replicas(total):
+    assert allocate([lambda s: 1.0 * s], [3], total) is None
+    assert allocate_in_step([lambda s: 1.0 * s], [3], total, 1) is None
+
+
+curves = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 7), st.integers(1, 3)), min_size=1, max_size=3)
+
+
+@settings(max_examples=60, deadline=None)
+@given(curves, st.integers(1, 9))
+def test_allocation_is_optimal(figures, total):
+    """Seconds grow by steps (ceil), so that ties and plateaus occur."""
+    functions = [lambda s, a=a, b=b: float(b + a * -(-s // 2)) for a, b, _ in figures]
+    copies = [n for _, _, n in figures]
+    owner = [i for i, n in enumerate(copies) for _ in range(n)]
+    found = allocate(functions, copies, total)
+    if total < len(owner):
+        assert found is None
+        return
+    best = min(max(functions[i](s) for i, s in zip(owner, split)) for split in splits(total, len(owner)))
+    assert sum(n * s + more for n, (s, more) in zip(copies, found)) == total
+    assert all(0 <= more < n for n, (_, more) in zip(copies, found))
+    assert max(f(s + (more > 0)) for f, (s, more) in zip(functions, found)) == best
+
+
+@settings(max_examples=60, deadline=None)
+@given(curves, st.integers(1, 10), st.integers(1, 4))
+def test_allocation_in_step_is_optimal(figures, total, steps):
+    functions = [lambda s, a=a, b=b: float(b + a * -(-s // steps)) for a, b, _ in figures]
+    copies = [n for _, _, n in figures]
+    owner = [i for i, n in enumerate(copies) for _ in range(n)]
+    found = allocate_in_step(functions, copies, total, steps)
+    legal = [split for split in splits(total, len(owner))
+             if all(any(micro_batches(s, m) == steps for m in range(1, s + 1)) for s in split)]
+    if not legal:
+        assert found is None
+        return
+    best = min(max(functions[i](s) for i, s in zip(owner, split)) for split in legal)
+    assert [len(row) for row in found] == copies
+    assert sum(map(sum, found)) == total
+    assert max(functions[i](s) for i, row in enumerate(found) for s in row) == best
+
+
+def test_in_step_where_a_plain_share_is_impossible():
+    """5 samples cannot be 4 equal micro-batches and a smaller one; 4 and 7 can be four: 1+1+1+1 and 2+2+2+1."""
+    assert sum(map(sum, allocate_in_step([lambda s: 1.0 * s], [2], 11, 4))) == 11
+    assert allocate_in_step([lambda s: 1.0 * s], [2], 9, 4) is None
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(1, 7), st.integers(1, 4), st.randoms(use_true_random=False))
+def test_partition_is_optimal(blocks, stages, random):
+    matrices = []
+    for _ in range(stages):
+        times = [random.choice([1, 2, 3, 5, 8]) for _ in range(blocks)]
+        limit = random.choice([3, 9, 99])
+        matrix = np.full((blocks + 1, blocks + 1), inf)
+        for lo, hi in combinations(range(blocks + 1), 2):
+            matrix[lo, hi] = sum(times[lo:hi]) if sum(times[lo:hi]) <= limit else inf
+        matrices.append(matrix)
+    best = min((max(m[a, b] for m, (a, b) in zip(matrices, zip((0, *cut), (*cut, blocks))))
+                for cut in combinations(range(1, blocks), stages - 1)), default=inf)
+    cuts = partition(matrices)
+    if best == inf:
+        assert cuts is None
+    else:
+        assert cuts[0] == 0
+        assert cuts[-1] == blocks
+        assert list(cuts) == sorted(set(cuts))
+        assert max(m[a, b] for m, (a, b) in zip(matrices, pairwise(cuts))) == best
+
+
+def test_partition_with_memory_moves_the_cut():
+    """Equal devices, but the first holds at most one of the two heavy blocks."""
+    free = np.full((4, 4), inf)
+    for lo, hi in combinations(range(4), 2):
+        free[lo, hi] = hi - lo
+    tight = free.copy()
+    tight[0, 2] = tight[0, 3] = inf
+    assert partition([free, free]) == (0, 1, 3)
+    assert partition([tight, free]) == (0, 1, 3)
+    assert partition([free, tight]) == (0, 1, 3)
+    tight = free.copy()
+    tight[1, 3] = inf
+    assert partition([free, tight]) == (0, 2, 3)
+
+
+def test_ways_to_put_classes_together():
+    assert len(list(_partitions((0, 1, 2, 3)))) == 15
+    assert all(sorted(x for block in p for x in block) == [0, 1, 2] for p in _partitions((0, 1, 2)))
+    assert len(set(product(_partitions((0, 1, 2))))) == 5
