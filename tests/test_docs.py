@@ -35,13 +35,15 @@ def blocks(path: Path, language: str) -> list[str]:
     return [body for found, body in BLOCK.findall(path.read_text(encoding="utf-8")) if found == language]
 
 
-def commands(text: str) -> list[str]:
-    return [line[2:] for line in text.splitlines() if line.startswith("$ ")]
+def sections(body: str) -> list[tuple[str, list[str]]]:
+    """The commands of a console block, each with the lines that it shows."""
+    parts = [part.splitlines() for part in re.split(r"^(?=\$ )", body, flags=re.MULTILINE) if part]
+    return [(lines[0][2:], lines[1:]) for lines in parts]
 
 
 def mentioned() -> list[str]:
     """Every mixfleet command of the docs: of console blocks, and in backticks with arguments."""
-    found = [c for path in DOCS for body in blocks(path, "console") for c in commands(body)]
+    found = [command for path in DOCS for body in blocks(path, "console") for command, _ in sections(body)]
     for path in DOCS:
         found += re.findall(r"`(mixfleet \w+(?: [^`]*)?)`", path.read_text(encoding="utf-8"))
     return sorted({c for c in found if c.startswith("mixfleet ")})
@@ -93,34 +95,40 @@ def test_python_in_docs_runs(path):
 
 
 def played(path: Path) -> str:
-    """The document with the output that its commands have now, each run in one folder in order."""
+    """The document with the output that its commands have now, each run in one folder in order.
+
+    Where the output shown ends with a line of three dots, it stays as long as it is.
+    """
     cores = sorted(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "examples").symlink_to(ROOT / "examples")
         (Path(folder) / "out").mkdir()
 
-        def replay(match: re.Match[str]) -> str:
-            if match[1] != "console":
-                return match[0]
-            return f"```console\n{''.join(output(command) for command in commands(match[2]))}```"
-
-        def output(command: str) -> str:
+        def output(command: str, shown: list[str]) -> str:
             words = shlex.split(command)
             assert words[0] == "mixfleet", f"{command}: only mixfleet commands are run"
             if "--ranks" in words:  # the cores that this machine has
                 words[words.index("--ranks") + 1] = f"{cores[0]} {cores[-1]} {cores[-1]}"
             done = subprocess.run([sys.executable, "-m", *words], cwd=folder, capture_output=True, text=True)
             assert done.returncode == 0, f"{command}\n{done.stderr}"
-            return f"$ {command}\n" + "".join(f"{line.rstrip()}\n" for line in done.stdout.splitlines())
+            lines = [line.rstrip() for line in done.stdout.splitlines()]
+            if shown[-1:] == ["..."]:
+                lines = [*lines[:len(shown) - 1], "..."]
+            return "".join(f"{line}\n" for line in (f"$ {command}", *lines))
+
+        def replay(match: re.Match[str]) -> str:
+            if match[1] != "console":
+                return match[0]
+            return f"```console\n{''.join(output(*section) for section in sections(match[2]))}```"
 
         return BLOCK.sub(replay, path.read_text(encoding="utf-8"))
 
 
-def repeatable(text: str) -> list[str]:
+def repeatable(text: str) -> list[tuple[str, list[str]]]:
     """Command and output of those commands whose output is the same everywhere."""
-    parts = [part for found, body in BLOCK.findall(text) if found == "console"
-             for part in re.split(r"^(?=\$ )", body, flags=re.MULTILINE) if part]
-    return [p for p in parts if p.split()[2] in REPEATABLE and not any(m in p.splitlines()[0] for m in MEASURED)]
+    return [(command, lines) for found, body in BLOCK.findall(text) if found == "console"
+            for command, lines in sections(body)
+            if command.split()[1] in REPEATABLE and not any(name in command for name in MEASURED)]
 
 
 @pytest.mark.slow

@@ -60,5 +60,5 @@ def plan(job: Path, cluster: Path, output: Path | None, top: int, max_seconds: f
 
 def _named(plan: Plan, job: Path, cluster: Path, output: Path) -> Plan:
     """The plan with its job and cluster as paths relative to where it is written."""
-    here = output.resolve().parent
-    return plan.replace(job=os.path.relpath(job.resolve(), here), cluster=os.path.relpath(cluster.resolve(), here))
+    here = output.absolute().parent
+    return plan.replace(job=os.path.relpath(job, here), cluster=os.path.relpath(cluster, here))

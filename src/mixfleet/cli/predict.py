@@ -47,5 +47,5 @@ def predict(plan: Path, job: Path | None, cluster: Path | None, trace: Path | No
     if as_json:
         emit_json(result.replace(trace=None))
     else:
-        emit(views.plan(what, this_cluster), results.prediction(result, what))
+        emit(results.prediction(result, what), views.plan(what, this_cluster))
     return 0 if result.fits else 1

@@ -81,10 +81,11 @@ def search(this: SearchResult) -> list[View]:
     """The ranking, why the best wins, what was rejected; or why nothing fits."""
     counts = [("considered", f"{plural(this.considered, 'candidate')}, {this.simulated:,} simulated"
                + (", all there are" if this.exact else "") + ("" if this.complete else "; stopped at a limit"))]
-    rejections = Table(["rejected", ">candidates", "for example"],
-                       [[r.reason, f"{r.count:,}", r.example] for r in this.rejections])
     if this.best is None:
-        return [View("nothing fits", [*_missed(this.nearest_miss), *counts], [rejections])]
+        return [View("nothing fits", [*_missed(this.nearest_miss), *counts], [
+            Table(["rejected", ">candidates", "for example"],
+                  [[r.reason, f"{r.count:,}", r.example] for r in this.rejections])])]
+    rejections = Table(["rejected", ">candidates"], [[r.reason, f"{r.count:,}"] for r in this.rejections])
     facts = [("" if i else "why", line) for i, line in enumerate(this.why)]
     facts += [("bound by", this.bound),
               ("upper bound", f"{percent(this.fraction_of_upper_bound)} of what all devices would do alone"),

@@ -1,12 +1,12 @@
 """A trace as a picture: one row per device, a lane per stream, as plain SVG.
 
-Spans that are narrower than a pixel are merged with their neighbours of the same category, so that the size of the
-picture depends on its width and not on the length of the trace.
+Spans that are narrower than a pixel are merged with their neighbours and take the colour of the longest category among
+them, so that the size of the picture depends on its width and not on the length of the trace.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
 from itertools import groupby
 from math import floor, log10
@@ -20,6 +20,8 @@ COLOURS = {"forward": "#5b8fd6", "backward": "#2f5fa8", "recompute": "#9db9e0", 
 MAX_ROWS = 40
 _LABEL, _MARGIN = 210, 14
 _COMPUTE, _LANE, _MEMORY, _GAP = 18, 6, 18, 8
+_VISIBLE = 0.8
+"""Narrowest rectangle that is drawn on its own."""
 _STYLE = """.tl{font:12px system-ui,sans-serif;color:#1d232b}.tl text{fill:currentColor}
 .tl .dim{opacity:.62}.tl .grid{stroke:currentColor;opacity:.13}.tl .mb{fill:#fff;font-size:10px;pointer-events:none}
 .tl .lane{fill:currentColor;opacity:.05}.tl .mem{fill:currentColor;opacity:.28}.tl .over{fill:#c92a2a;opacity:.7}
@@ -98,28 +100,32 @@ def _row(spans: list[Span], start: int, end: int, scale: float, y: float) -> tup
     return out, top - y
 
 
-def _boxes(spans: list[Span], start: int, end: int, scale: float) -> Iterable[tuple[float, float, str, str, str]]:
-    """(x, width, category, tooltip, label) of each rectangle."""
+def _boxes(spans: list[Span], start: int, end: int, scale: float) -> Iterator[tuple[float, float, str, str, str]]:
+    """(x, width, category, tooltip, label) of each rectangle. What is too narrow to see joins what follows."""
     held: list[Span] = []
+    until = 0
 
     def box() -> tuple[float, float, str, str, str]:
         first, last = held[0], held[-1]
-        a, b = max(first.start_ns, start), min(max(s.end_ns for s in held), end)
-        busy = sum(s.duration_ns for s in held)
-        hint = f"{first.category} {first.name}" if len(held) == 1 else (
-            f"{len(held)} x {first.category}, {first.name} .. {last.name}")
-        label = first.name.rpartition(".")[2] if len(held) == 1 and "." in first.name else ""
-        wide = max((b - a) * scale - (0.4 if (b - a) * scale > 3 else 0), 0.3)
-        return _LABEL + (a - start) * scale, wide, first.category, f"{hint}: {show_seconds(busy / 1e9)}", label
+        longest = max(held, key=lambda s: s.duration_ns)
+        x, wide = (max(first.start_ns, start) - start) * scale, (min(until, end) - max(first.start_ns, start)) * scale
+        times: dict[str, int] = {}
+        for s in held:
+            times[s.category] = times.get(s.category, 0) + s.duration_ns
+        category = max(times, key=lambda c: times[c])
+        hint = f"{category} {first.name}" if len(held) == 1 else f"{len(held)} spans, {first.name} .. {last.name}"
+        label = longest.name.rpartition(".")[2] if "." in longest.name and longest.duration_ns * scale > wide / 2 else ""
+        return (_LABEL + x, max(wide - (0.4 if wide > 3 else 0), 0.3), category,
+                f"{hint}: {', '.join(f'{c} {show_seconds(t / 1e9)}' for c, t in times.items())}", label)
 
     for span in sorted(spans, key=lambda s: (s.start_ns, s.end_ns)):
-        if held and span.category == held[0].category and (span.start_ns - held[-1].end_ns) * scale < 0.3 and (
-                min(span.duration_ns, held[-1].duration_ns) * scale < 1.2):
-            held.append(span)
-            continue
-        if held:
+        narrow = (until - held[0].start_ns) * scale < _VISIBLE if held else False
+        alike = bool(held) and span.category == held[-1].category and span.duration_ns * scale < _VISIBLE
+        if held and not ((narrow or alike) and (span.start_ns - until) * scale < _VISIBLE / 2):
             yield box()
-        held = [span]
+            held = []
+        held.append(span)
+        until = max(until, span.end_ns)
     if held:
         yield box()
 
