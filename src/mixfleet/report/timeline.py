@@ -114,7 +114,8 @@ def _boxes(spans: list[Span], start: int, end: int, scale: float) -> Iterator[tu
             times[s.category] = times.get(s.category, 0) + s.duration_ns
         category = max(times, key=lambda c: times[c])
         hint = f"{category} {first.name}" if len(held) == 1 else f"{len(held)} spans, {first.name} .. {last.name}"
-        label = longest.name.rpartition(".")[2] if "." in longest.name and longest.duration_ns * scale > wide / 2 else ""
+        alone = longest.duration_ns * scale > wide / 2
+        label = longest.name.rpartition(".")[2] if alone and "." in longest.name else ""
         return (_LABEL + x, max(wide - (0.4 if wide > 3 else 0), 0.3), category,
                 f"{hint}: {', '.join(f'{c} {show_seconds(t / 1e9)}' for c, t in times.items())}", label)
 
