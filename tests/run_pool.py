@@ -6,7 +6,6 @@ import multiprocessing
 import multiprocessing.connection
 import tempfile
 from collections import Counter
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ from mixfleet.model.families import build
 from mixfleet.plan import Pipeline, Plan, Sharding, Stage
 from mixfleet.program.layout import Layout
 from mixfleet.program.lower import lower
-from mixfleet.run.collective import Groups
+from mixfleet.run.collective import Groups, Sums
 from mixfleet.run.source import DecoderSource
 from mixfleet.run.state import Numbers
 
@@ -81,8 +80,8 @@ class Case(NamedTuple):
     steps: int = 4
     masked: bool = False
     trace: bool = False
-    save: str = ""
-    resume: str = ""
+    sabotage: str = ""
+    """`accumulate`: hop 1 forgets earlier micro-batches. `hop 2`: groups do not hear of each other."""
 
 
 def carry_out(case: Case, process: int) -> Outcome:
@@ -91,7 +90,13 @@ def carry_out(case: Case, process: int) -> Outcome:
 
     source = (MaskedSource if case.masked else DecoderSource)(case.job)
     rank = Rank(case.plan, case.job, CLUSTER, source, process)
-    rank.start(Path(case.resume) if case.resume else None)
+    rank.start()
+    if case.sabotage == "accumulate":
+        for exchange in rank.interpreter._exchanges.values():
+            if isinstance(exchange, Sums):
+                exchange.accumulate = False
+    elif case.sabotage == "hop 2":
+        rank.interpreter._do["Y"] = lambda action: None
     results = []
     while rank.step < case.steps:
         if case.trace and not rank.recorder.on:
@@ -99,8 +104,6 @@ def carry_out(case: Case, process: int) -> Outcome:
         results.append(rank.interpreter.step(rank.batches(rank.step), case.job.optimizer.lr))
         rank.step += 1
     rank.interpreter.finish()
-    if case.save:
-        rank.save(Path(case.save), 2)
     spans, memory = rank.recorder.stop()
     units = rank.interpreter.units.values()
     outcome = Outcome([r.loss for r in results], [r.grad_norm for r in results], [r.valid for r in results],

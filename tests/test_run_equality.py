@@ -9,6 +9,7 @@ import torch
 
 from mixfleet.job import Optimizer
 from mixfleet.plan import why_not
+from mixfleet.program.layout import Layout
 from run_pool import CLUSTER, Case, Outcome, Pool, Reference, expected_bytes, job, pipe, plan, reference
 
 TOLERANCE = 1e-9
@@ -150,3 +151,59 @@ def test_equals_one_process(name: str, pool: Pool) -> None:
     sent = {(kind, rank, dst): n for rank, outcome in zip(case.plan.ranks, outcomes)
             for (kind, dst), n in outcome.sent.items() if kind in "GPRY"}
     assert sent == expected_bytes(case)
+
+
+def test_mics_reduces_in_two_hops(pool: Pool) -> None:
+    """Four ranks in groups of two, three micro-batches: per step and unit three hops 1 and one hop 2."""
+    case = CASES["mics, two groups of two"]._replace(trace=True)
+    for outcome in pool.run(case):
+        for unit in range(5):
+            names = [s.name for s in outcome.spans if s.stream == "reduce"]
+            assert [n for n in names if n.startswith(f"R{unit}.")] == [f"R{unit}.{m}" for m in range(3)] * case.steps
+            assert names.count(f"Y{unit}") == case.steps
+
+
+def test_both_hops_are_needed(pool: Pool) -> None:
+    case = CASES["mics, two groups of two"]
+    expected = _reference(case)
+    assert pool.run(case._replace(sabotage="accumulate"))[0].losses != pytest.approx(expected.losses, rel=1e-6)
+    with pytest.raises(AssertionError):
+        _assert_replicas_equal(pool.run(case._replace(sabotage="hop 2")))
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-5), ("bf16", 0.02), ("fp16", 0.01)])
+def test_short_numbers_stay_near(precision: str, tolerance: float, pool: Pool) -> None:
+    """Sharded and uneven, against one process in fp64; fp32 masters keep what 16-bit weights would lose."""
+    wide = Case(plan(pipe((0, 5), (0, 1, 2), samples=2, micro_batch=1, replicas=3), sharding=(3, 3, 3)),
+                job(optimizer=Optimizer(lr=1e-3)))
+    outcomes = pool.run(wide._replace(job=wide.job.replace(precision=precision)))
+    assert outcomes[0].losses == pytest.approx(_reference(wide).losses, rel=tolerance)
+    _assert_replicas_equal(outcomes)
+
+
+@pytest.mark.parametrize("name", [
+    "ddp of three", "zero-3 of three", "weights in twos, gradients and optimizer in fours"])
+def test_state_takes_the_bytes_of_the_layout(name: str, pool: Pool) -> None:
+    """What stays between steps, counted after training: weights, gradients, and two moments of the owned piece."""
+    case = CASES[name]
+    layout = Layout(case.plan, case.job.model)
+    for rank, outcome in zip(case.plan.ranks, pool.run(case)):
+        assert outcome.state_bytes == {
+            "weights": 8 * layout.elements("weights", rank), "gradients": 8 * layout.elements("gradients", rank),
+            "optimizer": 2 * 8 * layout.elements("optimizer", rank)}
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_held_activations_shrink_with_recompute(recompute: str, pool: Pool) -> None:
+    """All held bytes come back to the state alone; recompute holds less at the peak."""
+    mode = plan(pipe((0, 5), (0,), samples=6, micro_batch=3, recompute=recompute))
+    outcome = pool.run(Case(mode, job(), steps=1, trace=True))[0]
+    marks = [m.total_bytes for m in outcome.memory]
+    assert marks[-1] == sum(outcome.state_bytes.values())
+    peak = max(marks) - marks[-1]
+    x, layers = 3 * 8 * 16 * 8, 3
+    if recompute == "full":  # inputs of all blocks, and what one layer saves when it is computed again
+        assert layers * x < peak < 20 * x
+    else:
+        assert peak > 20 * x
+    assert ("recompute" in {s.category for s in outcome.spans}) == (recompute == "full")

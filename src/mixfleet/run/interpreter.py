@@ -338,7 +338,7 @@ class Interpreter:
     def _valid(self, targets: Tensor | None) -> int:
         if targets is None:
             return 0
-        return targets.numel() if targets.is_floating_point() else int((targets >= 0).sum())
+        return len(targets) if targets.is_floating_point() else int((targets >= 0).sum())
 
     def _adapt_loss_scale(self, norm: float) -> bool:
         """fp16: halve the scale and skip the step after an overflow, double it after many good steps."""

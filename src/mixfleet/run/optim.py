@@ -15,8 +15,8 @@ from torch import Tensor
 
 from mixfleet.job import Optimizer
 
-_CHUNK = {"cpu": 1 << 15, "cuda": 1 << 24}
-"""Elements updated at a time: on a CPU all passes over them stay in cache, on a GPU temporaries stay bounded."""
+_CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}
+"""Elements updated at a time: on a CPU both passes over them stay in cache, on a GPU temporaries stay bounded."""
 
 
 def learning_rate(rule: Optimizer, step: int, steps: int) -> float:
@@ -78,6 +78,8 @@ class FlatOptimizer:
         All are lists of 1-D views that cut the same piece alike. The gradient is overwritten.
         """
         self.steps += 1
+        if value:
+            self._count = torch.full((), float(self.steps), device=value[0].device)
         at = 0
         for i, v in enumerate(value):
             chunk = _CHUNK.get(v.device.type, v.numel())
@@ -95,13 +97,10 @@ class FlatOptimizer:
         rule = self.rule
         g = raw.to(p.dtype).mul_(scale)
         if rule.name == "adamw":
-            (beta1, beta2), m, v = rule.betas, self.state["exp_avg"][lo:hi], self.state["exp_avg_sq"][lo:hi]
-            if decay:
-                p.mul_(1 - lr * decay)
-            m.lerp_(g, 1 - beta1)
-            v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
-            root = torch.sqrt(v, out=g).div_(math.sqrt(1 - beta2**self.steps)).add_(rule.eps)
-            p.addcdiv_(m, root, value=-lr / (1 - beta1**self.steps))
+            torch._fused_adamw_(
+                [p], [g], [self.state["exp_avg"][lo:hi]], [self.state["exp_avg_sq"][lo:hi]], [], [self._count],
+                lr=lr, beta1=rule.betas[0], beta2=rule.betas[1], weight_decay=decay, eps=rule.eps, amsgrad=False,
+                maximize=False)
             return
         if decay:
             g.add_(p, alpha=decay)

@@ -92,9 +92,9 @@ class _Numbered:
 class ModulesSource:
     """Any chain of modules, trained on tensors of samples.
 
-    `blocks[i]` maps the output of `blocks[i - 1]` to its own; `loss(output, targets)` is the sum over the samples of
-    the micro-batch. `shapes[i]` is the shape per sample of what enters block i. There is no tensor parallelism.
-    Buffers, such as BatchNorm's statistics, stay local to each replica.
+    `blocks[i]` maps the output of `blocks[i - 1]` to its own; `loss(output, targets)` is the sum over the targets of
+    the micro-batch: over samples, or over integer targets that are not negative. `shapes[i]` is the shape per sample
+    of what enters block i. Buffers, such as BatchNorm's statistics, stay local to each replica.
     """
 
     def __init__(self, job: Job, blocks: list[nn.Module], loss: Loss, inputs: Tensor, targets: Tensor,
@@ -105,15 +105,13 @@ class ModulesSource:
     def modules(self, stage: Stage, group: TensorGroup, device: torch.device, *, fused: bool) -> list[nn.Module]:
         if stage.tensor > 1:
             raise InputError(f"tensor is {stage.tensor}; modules have no tensor parallelism, so it must be 1")
-        chosen = [self.blocks[b] for b in range(*stage.blocks)]
-        self._first = {(b, name): param.detach().clone() for b, module in zip(range(*stage.blocks), chosen)
-                       for name, param in module.named_parameters()}
-        return [module.to(device, DTYPES[self.job.precision]) for module in chosen]
+        names = [block.name for block in self.job.model.blocks]
+        self._first = {f"{name}/{leaf}": param.detach().clone() for name, module in zip(names, self.blocks)
+                       for leaf, param in module.named_parameters()}
+        return [self.blocks[b].to(device, DTYPES[self.job.precision]) for b in range(*stage.blocks)]
 
     def initial(self, tensor: str, kind: str, lo: int, hi: int) -> Tensor:
-        block, _, name = tensor.partition("/")
-        index = next(i for i, b in enumerate(self.job.model.blocks) if b.name == block)
-        return self._first[index, name].reshape(-1)[lo:hi]
+        return self._first[tensor].reshape(-1)[lo:hi]
 
     def shape(self, block: int, samples: int) -> tuple[int, ...]:
         return samples, *self.shapes[block]
