@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 from mixfleet.cost.kernels import optimizer_s
 from mixfleet.cost.memory import boundary_bytes
@@ -133,56 +134,100 @@ def compute_bound_s(tables: Tables, plan: Plan) -> float:
 
 
 def bound_s(tables: Tables, plan: Plan) -> float:
-    """Bound from computing, then from each stream of state: gathers and reductions one after another, alone."""
+    """Bound from computing, then from the streams of state: one transfer after another, and ports that they share."""
     worst = compute_bound_s(tables, plan)
-    layout, job = Layout(plan, tables.job.model), tables.job
-    weight, gradient = job.bytes.weight_bytes, job.bytes.gradient_bytes
+    layout = Layout(plan, tables.job.model)
     starts = {pipe: k for k, (pipe, _) in reversed(list(enumerate(plan.replicas)))}
     tails: list[float] = []
     for p, pipeline in enumerate(plan.pipelines):
-        micro_batches = pipeline.micro_batches
-        flow = pipeline_flow(tables, pipeline, micro_batches[-1])
-        ahead = pipeline_flow(tables, pipeline, micro_batches[0])
+        sizes = pipeline.micro_batches
+        first, last = (pipeline_flow(tables, pipeline, m) for m in (sizes[0], sizes[-1]))
         for s, stage in enumerate(pipeline.stages):
             units = layout.units_of_stage(p, s)
-            rank = stage.ranks(0)[0]
-            price = _Prices(tables, layout, plan, rank)
-            k = len(micro_batches)
-            each = {op: [price.of(op, u, weight if op in (GATHER, PUBLISH) else gradient) for u in units]
-                    for op in (GATHER, REDUCE, SYNC, PUBLISH)}
-            busy = flow.forward_s[s] + flow.backward_s[s] + (k - 1) * (ahead.forward_s[s] + ahead.backward_s[s])
+            prices, k = _Prices(tables, layout, plan, p, s), len(sizes)
+            busy = last.forward_s[s] + last.backward_s[s] + (k - 1) * (first.forward_s[s] + first.backward_s[s])
             # The gradient of the topmost block is ready after its own backward in the last micro-batch.
-            table = tables.table(stage.ranks(0), micro_batches[-1])
             lo, hi = stage.blocks
+            table = tables.table(stage.ranks(0), sizes[-1])
             below = float(table.backward_s[MODES.index(stage.recompute)][lo, hi - 1]) if hi - lo > 1 else 0.0
-            ready = ahead.fill_s[s] + busy - below
-            reduce = ready + sum(each[SYNC]) if any(each[SYNC]) else 0.0
-            if any(each[REDUCE]):
-                reduce = max(reduce, ahead.fill_s[s] + ahead.forward_s[s] + k * sum(each[REDUCE]) + sum(each[SYNC]))
-            kept = sum(sorted(each[GATHER], reverse=True)[:plan.sharding.prefetch + 2])
-            gather = 2 * k * (sum(each[GATHER]) - kept)
-            steps = sum(price.step_s(u, starts[p]) for u in units)
-            tails.append(max(steps, sum(each[PUBLISH])))
-            worst = max(worst, reduce * SLACK, gather * SLACK)
+            # Each use gathers a unit, but for the few that are still there when the direction turns.
+            turning = sorted(units, key=lambda u: -layout.units[u].elements)[:plan.sharding.prefetch + 2]
+            gather, reduce = prices.total(GATHER, [u for u in units if u not in turning]), prices.total(REDUCE, units)
+            sync, publish = prices.total(SYNC, units), prices.total(PUBLISH, units)
+            ports = [2 * k * gather.ports.get(port, 0.0) + k * reduce.ports.get(port, 0.0) + sync.ports.get(port, 0.0)
+                     for port in {**gather.ports, **reduce.ports, **sync.ports}]
+            if sync.seconds:
+                worst = max(worst, (first.fill_s[s] + busy - below + sync.seconds) * SLACK)
+            if reduce.seconds:
+                worst = max(worst, (first.fill_s[s] + first.forward_s[s] + k * reduce.seconds + sync.seconds) * SLACK)
+            worst = max(worst, 2 * k * gather.seconds * SLACK, max(ports, default=0.0) * SLACK)
+            tails.append(max(sum(prices.step_s(u, starts[p]) for u in units), publish.seconds))
     return worst + max(tails) * SLACK
 
 
-class _Prices:
-    """Seconds of the transfers of state as one rank sees them, alone; units of equal shape and holders only once."""
+class Busy(NamedTuple):
+    """Least seconds of some transfers, and seconds that each port is busy with them."""
 
-    def __init__(self, tables: Tables, layout: Layout, plan: Plan, rank: int) -> None:
-        self._tables, self._layout, self._plan, self._rank = tables, layout, plan, rank
-        self._known: dict[tuple[object, ...], float] = {}
+    seconds: float
+    ports: dict[str, float]
+
+
+class _Prices:
+    """Seconds of the transfers of state of one stage, as its first rank sees them; equal units are asked once."""
+
+    def __init__(self, tables: Tables, layout: Layout, plan: Plan, pipeline: int, stage: int) -> None:
+        self._tables, self._layout, self._plan = tables, layout, plan
+        stages = [(pipe, one) for pipe in plan.pipelines for one in pipe.stages]
+        self._alike = len({one.tensor for _, one in stages}) == 1
+        self._group_of = {rank: one.ranks(r) for pipe, one in stages for r in range(pipe.replicas)
+                          for rank in one.ranks(r)}
+        mine, node_of = plan.pipelines[pipeline].stages[stage], tables.cluster.node_of
+        self._rank = mine.devices[0]
+        self._neighbours = [mine.ranks(r)[0] for r in range(plan.pipelines[pipeline].replicas)
+                            if node_of[mine.ranks(r)[0]] == node_of[self._rank]]
+        self._known: dict[tuple[object, ...], Busy] = {}
         self._kinds: dict[int, tuple[object, ...]] = {}
+
+    def total(self, op: str, units: Sequence[int]) -> Busy:
+        """A G, R, Y or P action of all `units`: at least their sum, each alone, on the rank's own stream; and at least
+        what the busiest port carries for all ranks of the stage in its node."""
+        alone = 0.0
+        ports: dict[str, float] = {}
+        for u in units:
+            if self._layout.needed(op, u):
+                key = (op, self._kind(u))
+                if key not in self._known:
+                    self._known[key] = self._price(op, u)
+                seconds, loads = self._known[key]
+                alone += seconds
+                for port, busy in loads.items():
+                    ports[port] = ports.get(port, 0.0) + busy
+        return Busy(max([alone, *ports.values()]), ports)
+
+    def _price(self, op: str, u: int) -> Busy:
+        layout, cluster, sizes = self._layout, self._tables.cluster, self._tables.job.bytes
+        element_bytes = sizes.weight_bytes if op in (GATHER, PUBLISH) else sizes.gradient_bytes
+        alone = sum(collective(c.op, self._least(op, u, i, c) * element_bytes, c.ranks, cluster).alone_s
+                    for i, c in enumerate(layout.comms(op, u, self._rank)))
+        loads: dict[str, float] = {}
+        covered: set[int] = set()
+        for rank in self._neighbours if self._alike and len(layout.units[u].blocks) == 1 else ():
+            for c in layout.comms(op, u, rank) if rank not in covered else ():
+                covered.update(c.ranks)
+                for side in range(len(self._group_of[rank])):
+                    ranks = tuple(self._group_of[r][side] for r in c.ranks)
+                    for port, capacity, nbytes in collective(c.op, c.elements * element_bytes, ranks, cluster).demands:
+                        loads[port] = loads.get(port, 0.0) + nbytes / capacity
+        return Busy(alone, loads)
 
     def step_s(self, u: int, replica: int) -> float:
         """Seconds of the optimizer step on the owned piece of a unit."""
         key = ("S", self._kind(u))
         if key not in self._known:
             pieces = [self._layout.piece("optimizer", u, c, replica) for c in self._layout.held(u, self._rank)]
-            self._known[key] = optimizer_s(sum(hi - lo for lo, hi in pieces),
-                                           self._tables.cluster.devices[self._rank], self._tables.job)
-        return self._known[key]
+            self._known[key] = Busy(optimizer_s(sum(hi - lo for lo, hi in pieces),
+                                                self._tables.cluster.devices[self._rank], self._tables.job), {})
+        return self._known[key].seconds
 
     def _kind(self, u: int) -> tuple[object, ...]:
         """Units of one kind have equal tensors on the same stages."""
@@ -193,21 +238,9 @@ class _Prices:
             self._kinds[u] = (blocks[u].kind if u < len(blocks) else u, hosts)
         return self._kinds[u]
 
-    def of(self, op: str, u: int, element_bytes: int) -> float:
-        """Seconds of a G, R, Y or P action of unit `u`."""
-        layout = self._layout
-        if not layout.needed(op, u):
-            return 0.0
-        key = (op, self._kind(u))
-        if key not in self._known:
-            self._known[key] = sum(
-                collective(c.op, self._least(op, u, i, c) * element_bytes, c.ranks, self._tables.cluster).alone_s
-                for i, c in enumerate(layout.comms(op, u, self._rank)))
-        return self._known[key]
-
     def _least(self, op: str, u: int, index: int, comm: Comm) -> int:
         """Elements of a collective; members with other tensor degrees may see fewer."""
-        if len({stage.tensor for pipe in self._plan.pipelines for stage in pipe.stages}) == 1:
+        if self._alike:
             return comm.elements
         views = (self._layout.comms(op, u, rank) for rank in comm.ranks)
         return min(view[index].elements for view in views if len(view) > index and view[index].ranks == comm.ranks)

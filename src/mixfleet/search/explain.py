@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from mixfleet.job import Job
-from mixfleet.plan import Plan, Sharding
+from mixfleet.plan import Pipeline, Plan, Sharding
 from mixfleet.search.bounds import upper_samples_per_s
 from mixfleet.search.finder import TRIED, Search
 from mixfleet.search.miss import nearest_miss
@@ -49,14 +49,24 @@ def _named(search: Search, plan: Plan, rank: int) -> Plan:
 # --- in words --------------------------------------------------------------------------------------------------------
 
 def summary(search: Search, plan: Plan) -> str:
-    """A plan in one line."""
-    parts = []
+    """A plan in one line. Neighbouring stages on equal devices are written together, `[0:6:11]` for two of them."""
+    parts: dict[str, list[Pipeline]] = {}
     for pipeline in plan.pipelines:
-        stages = " | ".join(
-            f"{_names(search, s.ranks(0))}{f' tp{s.tensor}' if s.tensor > 1 else ''} [{s.blocks[0]}:{s.blocks[1]}]"
-            f"{'' if s.recompute == 'none' else f' {s.recompute} recompute'}" for s in pipeline.stages)
-        parts.append(f"{pipeline.replicas} x ({stages}) of {pipeline.samples} samples by {pipeline.micro_batch}")
-    return f"{'; '.join(parts)}; {_sharding(plan)}"
+        runs: dict[tuple[int, str], list[int]] = {}
+        turn, before = 0, ""
+        for s in pipeline.stages:
+            what = f"{_names(search, s.ranks(0))}{f' tp{s.tensor}' if s.tensor > 1 else ''}"
+            what += "" if s.recompute == "none" else f" {s.recompute} recompute"
+            turn, before = turn + (what != before), what
+            runs.setdefault((turn, what), [s.blocks[0]]).append(s.blocks[1])
+        stages = " | ".join(f"{what} [{':'.join(map(str, cuts))}]" for (_, what), cuts in runs.items())
+        parts.setdefault(f"({stages})", []).append(pipeline)
+    teams = []
+    for stages, pipelines in parts.items():
+        samples, sizes = (" or ".join(str(n) for n in dict.fromkeys(values)) for values in (
+            [p.samples for p in pipelines], [p.micro_batch for p in pipelines]))
+        teams.append(f"{sum(p.replicas for p in pipelines)} x {stages}, {samples} samples by {sizes}")
+    return f"{'; '.join(teams)}; {_sharding(plan)}"
 
 
 def _names(search: Search, ranks: Iterable[int]) -> str:
@@ -134,6 +144,8 @@ def _shares(search: Search, plan: Plan) -> Iterable[str]:
 
 # --- what one would do without a search ------------------------------------------------------------------------------
 
+ROUNDED = 1.25
+"""Most by which the global batch of an even plan may differ from the job's."""
 Judged = tuple[Alternative, Prediction | None]
 
 
@@ -164,6 +176,9 @@ def _even(search: Search, name: str, *, sharded: bool) -> Judged:
     """
     n, wanted = len(search.cluster.devices), search.job.global_batch
     each = -(-wanted // n)
+    if each * n > ROUNDED * wanted:
+        return Alternative(name=name, why_not=f"{wanted} sequences do not divide by {n} devices; the next global batch "
+                                              f"that does is {each * n}"), None
     job = search.job.replace(global_batch=each * n)
     signature = search.tables.signature
     runs: list[list[int]] = []

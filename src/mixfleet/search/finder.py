@@ -33,11 +33,11 @@ Entry = tuple[float, int, int, Plan]
 
 EXPANDED = 300
 """Shapes whose plans are worked out."""
-SIMULATED, EXACT_SIMULATED = 28, 4000
+SIMULATED, EXACT_SIMULATED = 24, 4000
 """Simulations of templates, and of a space that is enumerated in full."""
 RELATIVES = 2
 """Simulations of plans that differ only in sharding, placement and sizes, before those of other plans."""
-IMPROVED, ROUNDS, TRIED = 2, 2, 6
+IMPROVED, ROUNDS, TRIED = 2, 2, 4
 """Plans that are improved, rounds for each, and simulations in a round."""
 
 
@@ -165,7 +165,9 @@ class Search:
                 heap = []
                 continue
             family = self.family(plan)
-            if relatives and families[family] >= relatives:
+            twin = (family, plan.sharding, tuple((p.samples, p.micro_batch, *(s.blocks for s in p.stages))
+                                                 for p in plan.pipelines))
+            if relatives and (families[family] >= relatives or families[twin]):
                 later.append((bound, order, level, plan))
             elif level == 1:
                 bound = max(bound, self.score(bound_s(self.tables, plan), plan.ranks))
@@ -180,6 +182,7 @@ class Search:
                 prediction = self.judge(plan)
                 if prediction and prediction.fits:
                     families[family] += 1
+                    families[twin] += 1  # differs in placement alone
                 elif prediction and relatives:
                     for other in frugal(plan, prediction):
                         self._push(heap, other)

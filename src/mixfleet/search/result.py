@@ -19,7 +19,7 @@ class Ranked(Spec, frozen=True, kw_only=True):
     relative: float
     """Its objective as a multiple of the best plan's: 1.0 for the best."""
     summary: str
-    """The plan in one line: `4 x (A100 tp2 [0:20] | V100 tp4 [20:34]), 32 + 16 samples, ZeRO-1 over 8`."""
+    """The plan in one line: `4 x (A100 tp2 [0:20] | V100 [20:27:34]), 32 samples by 1; ZeRO-1 over 4 of 4 replicas`."""
 
 
 class Alternative(Spec, frozen=True, kw_only=True):
