@@ -14,8 +14,8 @@ from mixfleet.cluster import Cluster
 from mixfleet.errors import InputError
 from mixfleet.files import FORMAT_KEY, VERSIONS, Document, Keys, decode, read_spec, write_yaml
 from mixfleet.job import Job
-from mixfleet.schedule.greedy import parse_steps, stuck
-from mixfleet.schedule.named import SCHEDULES, Orders
+from mixfleet.schedule.greedy import Orders, parse_steps, stuck
+from mixfleet.schedule.named import SCHEDULES
 from mixfleet.spec import Spec
 
 Recompute = Literal["none", "selective", "full"]
@@ -58,6 +58,16 @@ class Stage(Spec, frozen=True, kw_only=True):
     def size(self) -> int:
         """Number of blocks."""
         return sum(hi - lo for lo, hi in self.chunks)
+
+    @property
+    def text(self) -> str:
+        """Its blocks for people: `0-3, 8-11`."""
+        return ", ".join(f"{lo}-{hi - 1}" for lo, hi in self.chunks)
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """Its blocks, ascending."""
+        return tuple(b for lo, hi in sorted(self.chunks) for b in range(lo, hi))
 
     def holds(self, block: int) -> bool:
         return any(lo <= block < hi for lo, hi in self.chunks)

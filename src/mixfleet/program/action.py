@@ -120,7 +120,7 @@ def effects(action: Action, layout: Layout, units: tuple[int, ...]) -> tuple[lis
         grads: list[Value] = [("grad", u, 0) for u in mine]
         later: list[Value] = [("later", b, mb) for b in range(lo, hi)]
         if op == W:
-            return [*later, *weights, *grads], [*later, *grads]
+            return [*later, *grads], [*later, *grads]
         if op == I:  # gradients of what has no half of its own, such as norms, are made here
             return [("g", hi, mb), *saved, *weights, *grads], [("g", lo, mb), *later, *saved, *grads]
         return [("g", hi, mb), *saved, *weights, *grads], [("g", lo, mb), *saved, *grads]

@@ -103,9 +103,9 @@ def _gather_weights(actions: Actions, layout: Layout, prefetch: int) -> Actions:
     """Sharded weights: gather before use, `prefetch` blocks ahead, and release after it (ZeRO-3, FSDP).
 
     The gather stream keeps its order, so a gather that stands behind a release waits for it: that bounds memory.
-    A unit that the next compute action needs again is kept.
+    A unit that the next compute action needs again is kept. Weight halves of a backward need no weights.
     """
-    computes = [i for i, a in enumerate(actions) if a.op in (F, B, I, W) and layout.needed(GATHER, a.lo)]
+    computes = [i for i, a in enumerate(actions) if a.op in (F, B, I) and layout.needed(GATHER, a.lo)]
     if not computes:
         return actions
     uses = [layout.units_of_block[actions[i].lo] for i in computes]

@@ -55,7 +55,7 @@ class DecoderSource:
         self.job, self.base = job, base
 
     def modules(self, stage: Stage, group: TensorGroup, device: torch.device, *, fused: bool) -> list[nn.Module]:
-        return build_blocks(self.job.model, range(*stage.blocks), group, seed=self.job.seed, device="meta",
+        return build_blocks(self.job.model, stage.held, group, seed=self.job.seed, device="meta",
                             dtype=DTYPES[self.job.precision], attention="fused" if fused else "eager",
                             recompute=stage.recompute, initialize=False)
 
@@ -105,8 +105,8 @@ class ModulesSource:
     def modules(self, stage: Stage, group: TensorGroup, device: torch.device, *, fused: bool) -> list[nn.Module]:
         if stage.tensor > 1:
             raise InputError(f"tensor is {stage.tensor}; modules have no tensor parallelism, so it must be 1")
-        chosen = [self.blocks[b] for b in range(*stage.blocks)]
-        self._first = {(b, name): param.detach().clone() for b, module in zip(range(*stage.blocks), chosen)
+        chosen = [self.blocks[b] for b in stage.held]
+        self._first = {(b, name): param.detach().clone() for b, module in zip(stage.held, chosen)
                        for name, param in module.named_parameters()}
         return [module.to(device, DTYPES[self.job.precision]) for module in chosen]
 
