@@ -19,6 +19,7 @@ from mixfleet.program.lower import lower
 from mixfleet.run.collective import Groups, Sums
 from mixfleet.run.source import DecoderSource
 from mixfleet.run.state import Numbers
+from mixfleet.schedule.named import SCHEDULES
 
 CPU = Device(name="cpu", kind="cpu", flops={"fp32": 1e10, "fp64": 5e9}, vector_flops=1e10, memory_bytes=2**31,
              memory_Bps=1e10)
@@ -42,6 +43,18 @@ def pipe(cuts: tuple[int, ...], *devices: tuple[int, ...], samples: int, micro_b
     return Pipeline(samples=samples, micro_batch=micro_batch, replicas=replicas, stages=tuple(
         Stage(blocks=(cuts[i], cuts[i + 1]), devices=d, tensor=degrees[i], recompute=recompute)  # type: ignore[arg-type]
         for i, d in enumerate(devices)))
+
+
+def chunked(schedule: str, cuts: tuple[int, ...], *devices: tuple[int, ...], samples: int, micro_batch: int,
+            replicas: int = 1, tensor: int = 1, recompute: str = "none") -> Pipeline:
+    """A pipeline whose chunks, between `cuts`, lie on the stages as the schedule wants them."""
+    home = SCHEDULES[schedule].place(len(devices), (len(cuts) - 1) // len(devices))
+    stages = []
+    for s, d in enumerate(devices):
+        first, *more = [(cuts[k], cuts[k + 1]) for k, h in enumerate(home) if h == s]
+        stages.append(Stage(blocks=first, more=tuple(more), devices=d, tensor=tensor,
+                            recompute=recompute))  # type: ignore[arg-type]
+    return Pipeline(stages=tuple(stages), samples=samples, micro_batch=micro_batch, replicas=replicas)
 
 
 def plan(*pipelines: Pipeline, sharding: tuple[int, int, int] = (1, 1, 1), schedule: str = "1f1b") -> Plan:

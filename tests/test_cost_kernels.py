@@ -151,7 +151,7 @@ def test_measured_times_replace_the_model():
     def cost(micro_batch, recompute="none", what=block, device=device):
         return kernels.block_cost(what, micro_batch, 128, 1, device, one, recompute)
 
-    assert cost(6, "full") == (0.9, 2.3, 0.9)
+    assert cost(6, "full")[:3] == (0.9, 2.3, 0.9)
     assert cost(3)[:2] == pytest.approx((0.6, 1.4))
     assert cost(10)[:2] == pytest.approx((1.7, 3.5))
     assert cost(1)[:2] == pytest.approx((0.4, 0.8))

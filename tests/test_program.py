@@ -7,35 +7,18 @@ from hypothesis import given, settings
 
 import toy
 from mixfleet.errors import InputError
-from mixfleet.plan import Plan, Sharding
-from mixfleet.program.action import Action, B, F, Program, parse_action
+from mixfleet.plan import Pipeline, Plan, Sharding, Stage, why_not
+from mixfleet.program.action import Action, Program, parse_action
 from mixfleet.program.check import check
 from mixfleet.program.lower import lower
-from mixfleet.program.schedules import SCHEDULES
 from mixfleet.program.text import from_text, to_text
+from mixfleet.schedule.named import SCHEDULES
 from test_layout import mixed_shapes, plans
 
 
 def two_stages(schedule: str = "1f1b", **sharding: int) -> Plan:
     return Plan(pipelines=(toy.pipeline((0, 2, 5), ((0,), (1,)), samples=3),), schedule=schedule,
                 sharding=Sharding(**sharding))
-
-
-@pytest.mark.parametrize("name", sorted(SCHEDULES))
-@pytest.mark.parametrize("stages", [1, 2, 3, 5])
-@pytest.mark.parametrize("micro_batches", [1, 2, 3, 7])
-def test_schedules_do_every_micro_batch_once_and_hold_what_they_promise(name: str, stages: int,
-                                                                        micro_batches: int) -> None:
-    for stage in range(stages):
-        order = list(SCHEDULES[name](stage, stages, micro_batches))
-        assert sorted(order) == sorted((op, m) for op in (F, B) for m in range(micro_batches))
-        held = peak = 0
-        for op, m in order:
-            if op == B:
-                assert order.index((F, m)) < order.index((B, m))
-            held += 1 if op == F else -1
-            peak = max(peak, held)
-        assert peak == (micro_batches if name == "gpipe" else min(stages - stage, micro_batches))
 
 
 def test_golden_1f1b_with_unequal_stages() -> None:
@@ -80,16 +63,52 @@ def test_tied_unit_is_synchronized_at_the_end_by_both_stages() -> None:
 @settings(max_examples=80, deadline=None)
 @given(plans())
 def test_lowered_plans_are_sound_and_round_trip(plan: Plan) -> None:
-    shard = plan.sharding
-    if len({p.stages[0].blocks for p in plan.pipelines} | {len(p.stages) for p in plan.pipelines}) > 2:
-        plan = plan.replace(sharding=shard.replace(weights=1))
-    if any([s.blocks for s in p.stages] != [s.blocks for s in plan.pipelines[0].stages] for p in plan.pipelines):
-        plan = plan.replace(sharding=plan.sharding.replace(weights=1))
+    if any(p.chain != plan.pipelines[0].chain for p in plan.pipelines):
+        plan = plan.replace(sharding=plan.sharding.replace(weights=1, gradients=1))
     for tied in (False, True):
-        for schedule in SCHEDULES:
+        for schedule in ("gpipe", "1f1b", "zb-h1", "zb-h2"):
             program = lower(plan.replace(schedule=schedule), toy.model(tied=tied))
             assert check(program, plan, toy.model(tied=tied)) == ()
             assert from_text(to_text(program)) == program
+
+
+def looped(schedule: str, stages: int, rounds: int, micro_batches: int, **sharding: int) -> Plan:
+    """Chunks of one block each, two replicas."""
+    home = SCHEDULES[schedule].place(stages, rounds)
+    chunks = [[(k, k + 1) for k, h in enumerate(home) if h == s] for s in range(stages)]
+    made = tuple(Stage(blocks=c[0], more=tuple(c[1:]), devices=(2 * s, 2 * s + 1)) for s, c in enumerate(chunks))
+    pipeline = Pipeline(stages=made, samples=micro_batches, micro_batch=1, replicas=2)
+    return Plan(pipelines=(pipeline,), schedule=schedule, sharding=Sharding(**sharding))
+
+
+@pytest.mark.parametrize("sharding", [(1, 1, 1), (1, 2, 2), (2, 2, 2)])
+@pytest.mark.parametrize(("schedule", "rounds"), [
+    ("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("looped-bfs", 2), ("wave", 2), ("wave", 4),
+    ("zb-h1", 1), ("zb-h2", 1), ("zb-v", 2)])
+def test_every_schedule_is_sound_under_every_sharding(schedule: str, rounds: int, sharding: tuple[int, ...]) -> None:
+    for stages in (2, 3):
+        for tied in (False, True):
+            model = toy.model(layers=stages * rounds - 2, tied=tied)
+            w, g, o = sharding
+            plan = looped(schedule, stages, rounds, 2 * stages, weights=w, gradients=g, optimizer=o)
+            assert why_not(plan, toy.job(plan.global_batch, model), toy.cluster(6)) is None
+            program = lower(plan, model)
+            assert check(program, plan, model) == ()
+            assert from_text(to_text(program)) == program
+
+
+def test_golden_wave_hands_over_in_place_at_its_turn() -> None:
+    plan = looped("wave", 2, 2, 1)
+    assert to_text(lower(plan, toy.model(layers=2))) == (
+        "p0s0: RA3.0@1 F0.0 SA0.0@1 F3.0 RG0.0@1 B3.0 Y3 SG3.0@1 B0.0 Y0 N S0 S3\n"
+        "p0s1: RA1.0@0 F1.0 RG2.0@0 F2.0 SA2.0@0 B2.0 Y2 B1.0 Y1 SG1.0@0 N S1 S2\n")
+
+
+def test_golden_zero_bubble() -> None:
+    plan = looped("zb-h1", 2, 1, 2)
+    assert to_text(lower(plan, toy.model(layers=0))) == (
+        "p0s0: F0.0 SA0.0@1 RG0.0@1 F0.1 SA0.1@1 I0.0 RG0.1@1 W0.0 I0.1 W0.1 Y0 N S0\n"
+        "p0s1: RA1.0@0 F1.0 RA1.1@0 I1.0 SG1.0@0 F1.1 I1.1 SG1.1@0 W1.0 W1.1 Y1 N S1\n")
 
 
 def edited(program: Program, role: int, edit: object) -> Program:

@@ -10,7 +10,7 @@ import torch
 from mixfleet.job import Optimizer
 from mixfleet.plan import why_not
 from mixfleet.program.layout import Layout
-from run_pool import CLUSTER, Case, Outcome, Pool, Reference, expected_bytes, job, pipe, plan, reference
+from run_pool import CLUSTER, Case, Outcome, Pool, Reference, chunked, expected_bytes, job, pipe, plan, reference
 
 TOLERANCE = 1e-9
 torch.set_num_threads(1)
@@ -93,6 +93,28 @@ CASES = {
     "sgd with momentum, zero-1": Case(
         plan(pipe((0, 5), (0, 1), samples=3, micro_batch=3, replicas=2), sharding=(1, 1, 2)),
         job(optimizer=Optimizer(name="sgd", lr=0.3, momentum=0.9, weight_decay=0.02))),
+    "interleaved, two chunks on two stages, tied":
+        Case(plan(chunked("interleaved", (0, 1, 2, 3, 5), (0,), (1,), samples=6, micro_batch=2, recompute="full"),
+                  schedule="looped-bfs"), job(figures=_TIED, **_CLIP)),
+    "interleaved, zero-2": Case(
+        plan(chunked("interleaved", (0, 1, 2, 3, 5), (0, 1), (2, 3), samples=4, micro_batch=1, replicas=2),
+             schedule="interleaved", sharding=(1, 2, 2)), job(8, figures=_TIED, **_CLIP)),
+    "a wave, tied": Case(plan(chunked("wave", (0, 1, 3, 4, 5), (0,), (1,), samples=6, micro_batch=1),
+                              schedule="wave"), job(figures=_TIED), masked=True),
+    "a wave, zero-3, unequal last micro-batch":
+        Case(plan(chunked("wave", (0, 1, 2, 4, 5), (0, 1), (2, 3), samples=3, micro_batch=2, replicas=2),
+                  schedule="wave", sharding=(2, 2, 2)), job()),
+    "zero bubble h1 of three": Case(plan(chunked("zb-h1", (0, 2, 3, 5), (0,), (1,), (2,), samples=6, micro_batch=1),
+                                         schedule="zb-h1"), job(figures=_GPT2, **_CLIP)),
+    "zero bubble h2, tensor 2, selective recompute": Case(
+        plan(chunked("zb-h2", (0, 2, 5), (0, 1), (2, 3), samples=6, micro_batch=1, tensor=2, recompute="selective"),
+             schedule="zb-h2"), job(figures=_QWEN)),
+    "zero bubble v, full recompute": Case(
+        plan(chunked("zb-v", (0, 1, 3, 4, 5), (0,), (1,), samples=6, micro_batch=2, recompute="full"),
+             schedule="zb-v"), job(figures=_TIED)),
+    "zero bubble v, mics with hop 1 behind weight halves": Case(
+        plan(chunked("zb-v", (0, 1, 3, 4, 5), (0, 1), (2, 3), samples=3, micro_batch=1, replicas=2),
+             schedule="zb-v", sharding=(2, 2, 2)), job(figures=_TIED, **_CLIP)),
 }
 _references: dict[object, Reference] = {}
 

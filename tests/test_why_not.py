@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import toy
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+import toy
 from mixfleet.plan import Pipeline, Plan, Sharding, why_not
 
 

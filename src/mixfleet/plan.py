@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -14,14 +14,25 @@ from mixfleet.cluster import Cluster
 from mixfleet.errors import InputError
 from mixfleet.files import FORMAT_KEY, VERSIONS, Document, Keys, decode, read_spec, write_yaml
 from mixfleet.job import Job
+from mixfleet.schedule.greedy import Orders, parse_steps, stuck
+from mixfleet.schedule.named import SCHEDULES
 from mixfleet.spec import Spec
 
 Recompute = Literal["none", "selective", "full"]
-ScheduleName = Literal["gpipe", "1f1b"]
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "looped-bfs", "wave", "zb-h1", "zb-h2", "zb-v", "custom"]
+"""Those of `schedule.named`, and `custom`: every stage's own `order`."""
+
+
+class Chunk(NamedTuple):
+    """Blocks `lo` to `hi - 1` on a stage: one link of a pipeline's chain."""
+
+    lo: int
+    hi: int
+    stage: int
 
 
 class Stage(Spec, frozen=True, kw_only=True):
-    """A range of blocks and the devices that hold it.
+    """One or more ranges of blocks and the devices that hold them.
 
     `devices` lists ranks of the cluster, `tensor` per replica of the pipeline: with 2 replicas and tensor degree 4
     the first four belong to replica 0, the next four to replica 1.
@@ -29,20 +40,44 @@ class Stage(Spec, frozen=True, kw_only=True):
 
     blocks: tuple[int, int]
     """First block and one past the last."""
+    more: tuple[tuple[int, int], ...] = ()
+    """Further ranges, for schedules that pass a device several times (interleaved, wave)."""
     devices: tuple[int, ...]
     tensor: int = 1
     recompute: Recompute = "none"
+    order: str = ""
+    """Under the schedule `custom`: the stage's steps, as in `F0.0 F0.1 B0.0 B0.1`. F or B (or I and W, the input and
+    weight halves of a backward), chunk of the pipeline's chain, micro-batch."""
+
+    @property
+    def chunks(self) -> tuple[tuple[int, int], ...]:
+        """All its ranges of blocks."""
+        return (self.blocks, *self.more)
 
     @property
     def size(self) -> int:
-        return self.blocks[1] - self.blocks[0]
+        """Number of blocks."""
+        return sum(hi - lo for lo, hi in self.chunks)
+
+    @property
+    def text(self) -> str:
+        """Its blocks for people: `0-3, 8-11`."""
+        return ", ".join(f"{lo}-{hi - 1}" for lo, hi in self.chunks)
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """Its blocks, ascending."""
+        return tuple(b for lo, hi in sorted(self.chunks) for b in range(lo, hi))
+
+    def holds(self, block: int) -> bool:
+        return any(lo <= block < hi for lo, hi in self.chunks)
 
     def ranks(self, replica: int) -> tuple[int, ...]:
         """The tensor-parallel group of one replica, in order."""
         return self.devices[replica * self.tensor:(replica + 1) * self.tensor]
 
 
-class Pipeline(Spec, frozen=True, kw_only=True):
+class Pipeline(Spec, frozen=True, kw_only=True, dict=True):
     """A complete copy of the model, cut into stages; `replicas` equal copies of it.
 
     Every replica takes `samples` sequences of the global batch, in micro-batches of `micro_batch` (the last one may
@@ -59,6 +94,17 @@ class Pipeline(Spec, frozen=True, kw_only=True):
         """Sequences in each micro-batch."""
         whole, rest = divmod(self.samples, self.micro_batch)
         return (self.micro_batch,) * whole + ((rest,) if rest else ())
+
+    def orders(self, schedule: ScheduleName) -> Orders:
+        """The steps of every stage; chunks are numbered along the chain."""
+        if schedule == "custom":
+            return tuple(parse_steps(stage.order) for stage in self.stages)
+        return SCHEDULES[schedule].orders(tuple(c.stage for c in self.chain), len(self.micro_batches))
+
+    @cached_property
+    def chain(self) -> tuple[Chunk, ...]:
+        """All chunks in the order of the model."""
+        return tuple(sorted(Chunk(lo, hi, s) for s, stage in enumerate(self.stages) for lo, hi in stage.chunks))
 
 
 class Sharding(Spec, frozen=True, kw_only=True):
@@ -173,6 +219,7 @@ def _reasons(plan: Plan, job: Job, cluster: Cluster) -> Iterator[str]:
     for p, pipeline in enumerate(plan.pipelines):
         yield from _wrong_batch(pipeline, f"pipelines[{p}]")
         yield from _wrong_blocks(pipeline, job, f"pipelines[{p}]")
+        yield from _wrong_schedule(pipeline, plan.schedule, f"pipelines[{p}]")
         for s, stage in enumerate(pipeline.stages):
             yield from _wrong_stage(stage, pipeline.replicas, job, cluster, used, f"pipelines[{p}].stages[{s}]")
     if plan.global_batch != job.global_batch:
@@ -203,11 +250,10 @@ def _wrong_blocks(pipeline: Pipeline, job: Job, where: str) -> Iterator[str]:
     if len(pipeline.stages) > blocks:
         yield f"{where} has {len(pipeline.stages)} stages for {blocks} blocks; at most {blocks}"
     expected = 0
-    for s, stage in enumerate(pipeline.stages):
-        lo, hi = stage.blocks
+    for lo, hi, s in pipeline.chain:
         if lo != expected or hi <= lo:
-            yield (f"{where}.stages[{s}].blocks is {lo}-{hi - 1}; it must begin at block {expected} and hold at least "
-                   "one block, so that no block is lost or doubled")
+            yield (f"{where}.stages[{s}] holds blocks {lo}-{hi - 1}; it must begin at block {expected} and hold at "
+                   "least one block, so that no block is lost or doubled")
         expected = hi
     if expected != blocks:
         yield (f"{where} holds blocks 0-{expected - 1}; {job.model.name} has {blocks} (0-{blocks - 1}, embedding and "
@@ -236,6 +282,27 @@ def _wrong_stage(stage: Stage, replicas: int, job: Job, cluster: Cluster, used: 
                    f"{' or '.join(map(str, near))}")
 
 
+def _wrong_schedule(pipeline: Pipeline, schedule: ScheduleName, where: str) -> Iterator[str]:
+    home, count = tuple(c.stage for c in pipeline.chain), len(pipeline.micro_batches)
+    if sorted(set(home)) != list(range(len(pipeline.stages))):
+        yield f"{where}: the stages must stand in the order in which the chain first reaches them"
+    if schedule != "custom":
+        reason = SCHEDULES[schedule].why_not(home, count)
+        if reason:
+            yield f"{where}: the schedule {schedule} {reason}"
+        return
+    orders = []
+    for s, stage in enumerate(pipeline.stages):
+        try:
+            orders.append(parse_steps(stage.order))
+        except InputError as error:
+            yield f"{where}.stages[{s}].order: {error}"
+            return
+    reason = stuck(home, count, tuple(orders))
+    if reason:
+        yield f"{where}: {reason}"
+
+
 def _wrong_sharding(plan: Plan) -> Iterator[str]:
     shard, n = plan.sharding, len(plan.replicas)
     degrees = {"weights": shard.weights, "gradients": shard.gradients, "optimizer": shard.optimizer}
@@ -255,10 +322,11 @@ def _wrong_sharding(plan: Plan) -> Iterator[str]:
         if degree == 1:
             continue
         for group in groups(n, degree):
-            yield from _unlike([plan.pipelines[p] for p in dict.fromkeys(plan.replicas[k][0] for k in group)], kind)
+            together = [plan.pipelines[p] for p in dict.fromkeys(plan.replicas[k][0] for k in group)]
+            yield from _unlike(together, kind, plan.schedule)
 
 
-def _unlike(together: list[Pipeline], kind: str) -> Iterator[str]:
+def _unlike(together: list[Pipeline], kind: str, schedule: ScheduleName) -> Iterator[str]:
     """Replicas that shard weights or gradients among them exchange them at every micro-batch, so they go in step."""
     first = together[0]
     for other in together[1:]:
@@ -266,9 +334,9 @@ def _unlike(together: list[Pipeline], kind: str) -> Iterator[str]:
         if counts[0] != counts[1]:
             yield (f"sharding.{kind} puts pipelines of {counts[0]} and {counts[1]} micro-batches into one group; they "
                    "exchange at every micro-batch, so the numbers must be equal. Change `micro_batch` or `samples`")
-        if kind == "weights" and [s.blocks for s in first.stages] != [s.blocks for s in other.stages]:
-            yield ("sharding.weights puts pipelines with different stages into one group; they gather the same blocks "
-                   "at the same time, so their block ranges must be equal")
+        if (kind == "weights" or schedule not in ("gpipe", "1f1b")) and first.chain != other.chain:
+            yield (f"sharding.{kind} puts pipelines with different stages into one group; under {schedule} they "
+                   "exchange the same blocks at the same time, so their block ranges must be equal")
 
 
 def groups(replicas: int, degree: int) -> tuple[range, ...]:

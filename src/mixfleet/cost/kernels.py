@@ -40,11 +40,15 @@ _FALLBACK = {"bf16": ("bf16", "fp16", "fp32"), "fp16": ("fp16", "bf16", "fp32"),
 
 
 class BlockCost(NamedTuple):
-    """Seconds of one micro-batch on one rank, communication excluded. `backward_s` is without `recompute_s`."""
+    """Seconds of one micro-batch on one rank, communication excluded. `backward_s` is without `recompute_s`.
+
+    `weight_s` is the part of `backward_s` that makes gradients of weights in products: a split backward defers it.
+    """
 
     forward_s: float
     backward_s: float
     recompute_s: float
+    weight_s: float
 
 
 def generation(device: Device) -> str:
@@ -162,14 +166,16 @@ def block_cost(block: Block, micro_batch: int, seq_len: int, tensor: int, device
 
 def _block_cost(block: Block, micro_batch: int, seq_len: int, tensor: int, device: Device, job: Job,
                 recompute: Recompute) -> BlockCost:
-    forward = backward = core = host = back_host = 0.0
+    forward = backward = core = weights = host = back_host = 0.0
     fused = fused_attention(device, job)
     for op in block.ops:
         f, g = op_s(op, micro_batch, seq_len, tensor, device, job.precision, fused=fused)
         forward, backward = forward + f, backward + g
         core += f if op.kind == "attention" else 0.0
+        weights += g / 2 if op.kind == "gemm" else 0.0
         kernels, back_kernels = launches(op, fused)
         host, back_host = host + kernels * launch_s(device), back_host + back_kernels * launch_s(device)
+    weight_part = weights / backward if backward else 0.0
     if device.kind == "gpu":
         forward, backward = max(forward, host), max(backward, back_host)
     measured = [m for m in device.block_times if m.block == block.kind and m.seq_len == seq_len
@@ -178,7 +184,8 @@ def _block_cost(block: Block, micro_batch: int, seq_len: int, tensor: int, devic
         core_part = core / forward if forward else 0.0
         forward, backward = _measured_s(measured, micro_batch)
         core = core_part * forward
-    return BlockCost(forward, backward, {"none": 0.0, "selective": core, "full": forward}[recompute])
+    return BlockCost(forward, backward, {"none": 0.0, "selective": core, "full": forward}[recompute],
+                     weight_part * backward)
 
 
 def _measured_s(times: list[BlockTime], micro_batch: int) -> tuple[float, float]:

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 Value = tuple[str, int, int]
 
-F, B = "F", "B"
+F, B, I, W = "F", "B", "I", "W"
 SEND_ACT, RECV_ACT, SEND_GRAD, RECV_GRAD = "SA", "RA", "SG", "RG"
 GATHER, RELEASE, REDUCE, SYNC, NORM, STEP, PUBLISH = "G", "X", "R", "Y", "N", "S", "P"
-_ACTION = re.compile(r"(F|B|SA|RA|SG|RG|G|X|R|Y|N|S|P)(?:(\d+)(?::(\d+))?)?(?:\.(\d+))?(?:@(\d+))?")
+_ACTION = re.compile(r"(F|B|I|W|SA|RA|SG|RG|G|X|R|Y|N|S|P)(?:(\d+)(?::(\d+))?)?(?:\.(\d+))?(?:@(\d+))?")
 
 
 class Action(NamedTuple):
@@ -31,6 +31,7 @@ class Action(NamedTuple):
     op   what
     F    forward of blocks `lo` to `hi - 1` for micro-batch `mb`
     B    backward of the same, last block first (recomputes first where the stage says so)
+    I    the half of B that makes the gradient of the input;  W the half that makes those of the weights
     SA   send the output of block `hi - 1` for `mb` to stage `peer`;  RA receive the input of block `lo` from `peer`
     SG   send the gradient of the input of block `lo` to `peer`;      RG receive the gradient of the output of `hi - 1`
     G    gather the weights of state unit `lo` in its weight group (all-gather)
@@ -57,11 +58,15 @@ class Action(NamedTuple):
             f"@{self.peer}" if self.peer >= 0 else "")
 
 
+def boundary(action: Action) -> int:
+    """The block at whose input a point-to-point action moves activations or gradients."""
+    return action.hi if action.op in (SEND_ACT, RECV_GRAD) else action.lo
+
+
 def stream_of(action: Action) -> tuple[str, int]:
-    """Stream name and channel. Point-to-point actions have one FIFO channel per peer and direction of data."""
+    """Stream name and channel. Point-to-point actions have one FIFO channel per block boundary and kind."""
     if action.op in (SEND_ACT, RECV_ACT, SEND_GRAD, RECV_GRAD):
-        direction = {SEND_ACT: 0, RECV_ACT: 1, SEND_GRAD: 2, RECV_GRAD: 3}[action.op]
-        return "p2p", action.peer * 4 + direction
+        return "p2p", boundary(action) * 4 + (SEND_ACT, RECV_ACT, SEND_GRAD, RECV_GRAD).index(action.op)
     if action.op in (GATHER, RELEASE, PUBLISH):
         return "gather", 0
     if action.op in (REDUCE, SYNC):
@@ -99,19 +104,25 @@ def parse_action(text: str) -> Action:
 def effects(action: Action, layout: Layout, units: tuple[int, ...]) -> tuple[list[Value], list[Value]]:
     """Names of the values that an action reads and writes on its own rank, which holds `units`.
 
-    x activations at a block boundary, g gradients there, saved what backward needs, w usable weights, shard the
+    x activations at a block boundary, g gradients there, saved what backward needs, later what the halves of a
+    backward leave to each other, w usable weights, shard the
     permanent piece of sharded weights, grad the gradient as backward leaves it, acc what hop 1 accumulated,
     own the gradient of the owned optimizer piece, opt its updated state, scale the clipping factor.
     """
     op, lo, hi, mb, _ = action
     home = "shard" if layout.needed(GATHER, 0) else "w"
-    if op in (F, B):
+    if op in (F, B, I, W):
         mine = sorted({u for b in range(lo, hi) for u in layout.units_of_block[b]})
         saved: list[Value] = [("saved", b, mb) for b in range(lo, hi)]
         weights: list[Value] = [("w", u, 0) for u in mine]
         if op == F:
             return [("x", lo, mb), *weights], [("x", hi, mb), *saved]
         grads: list[Value] = [("grad", u, 0) for u in mine]
+        later: list[Value] = [("later", b, mb) for b in range(lo, hi)]
+        if op == W:
+            return [*later, *grads], [*later, *grads]
+        if op == I:  # gradients of what has no half of its own, such as norms, are made here
+            return [("g", hi, mb), *saved, *weights, *grads], [("g", lo, mb), *later, *saved, *grads]
         return [("g", hi, mb), *saved, *weights, *grads], [("g", lo, mb), *saved, *grads]
     if op == NORM:
         return [(name, u, 0) for u in units for name in ("grad", "acc", "own")], [("scale", 0, 0)]

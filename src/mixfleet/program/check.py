@@ -22,8 +22,11 @@ from mixfleet.program.action import (
     Action,
     B,
     F,
+    I,
     Program,
     Role,
+    W,
+    boundary,
     dependencies,
     stream_of,
 )
@@ -54,11 +57,10 @@ def _name(key: RoleKey) -> str:
 
 def _role_problems(role: Role, plan: Plan, layout: Layout) -> Iterator[str]:
     pipeline = plan.pipelines[role.pipeline]
-    lo, hi = pipeline.stages[role.stage].blocks
     units = layout.units_of_stage(role.pipeline, role.stage)
-    micro_batches = range(len(pipeline.micro_batches))
-    yield from _miscounted(role, layout, lo, hi, units, micro_batches)
-    stages = len(pipeline.stages)
+    yield from _miscounted(role, layout, units)
+    stage_of = {b: c.stage for c in pipeline.chain for b in range(c.lo, c.hi)}
+    ends = {c.hi: c for c in pipeline.chain}
     seen: set[tuple[str, int, int]] = set()
     held: set[int] = set()
     sharded = layout.needed(GATHER, units[0])
@@ -72,47 +74,58 @@ def _role_problems(role: Role, plan: Plan, layout: Layout) -> Iterator[str]:
             if a.lo not in held:
                 yield f"{here}: the weights are not gathered"
             held.discard(a.lo)
-        elif a.op in (F, B):
-            blocks = range(a.lo, a.hi) if a.op == F else reversed(range(a.lo, a.hi))
-            for b in blocks:
-                missing = [u for u in layout.units_of_block[b] if u not in held] if sharded else []
+        elif a.op in (F, B, I, W):
+            for b in range(a.lo, a.hi) if a.op == F else reversed(range(a.lo, a.hi)):
+                missing = [u for u in layout.units_of_block[b] if u not in held] if sharded and a.op != W else []
                 if missing:
                     yield f"{here}: the weights of unit {missing[0]} are not gathered"
-                if a.op == F and b > lo and (F, b - 1, a.mb) not in seen:
-                    yield f"{here}: block {b} runs before block {b - 1}"
-                if a.op == B and (F, b, a.mb) not in seen:
-                    yield f"{here}: the backward of block {b} runs before its forward"
-                if a.op == B and b < hi - 1 and (B, b + 1, a.mb) not in seen:
-                    yield f"{here}: the backward of block {b} runs before that of block {b + 1}"
+                if a.op == F:
+                    arrived, source = (F, b - 1, a.mb) in seen, (RECV_ACT, b, a.mb) in seen
+                    if b and not (arrived if stage_of[b - 1] == role.stage else source):
+                        yield (f"{here}: block {b} runs before block {b - 1}" if stage_of[b - 1] == role.stage
+                               else f"{here}: its input has not been received")
+                elif a.op == W:
+                    if (I, b, a.mb) not in seen:
+                        yield f"{here}: the weight half of block {b} runs before its input half"
+                else:
+                    if (F, b, a.mb) not in seen:
+                        yield f"{here}: the backward of block {b} runs before its forward"
+                    behind = stage_of.get(b + 1)
+                    if behind == role.stage and not {(B, b + 1, a.mb), (I, b + 1, a.mb)} & seen:
+                        yield f"{here}: the backward of block {b} runs before that of block {b + 1}"
+                    if behind not in (None, role.stage) and (RECV_GRAD, ends[b + 1].lo, a.mb) not in seen:
+                        yield f"{here}: the gradient of its output has not been received"
                 seen.add((a.op, b, a.mb))
-            if a.op == F and a.lo == lo and role.stage > 0 and (RECV_ACT, lo, a.mb) not in seen:
-                yield f"{here}: its input has not been received"
-            if a.op == B and a.hi == hi and role.stage < stages - 1 and (RECV_GRAD, lo, a.mb) not in seen:
-                yield f"{here}: the gradient of its output has not been received"
         else:
-            ready = {SEND_ACT: (F, hi - 1, a.mb), SEND_GRAD: (B, lo, a.mb)}.get(a.op)
-            if ready and ready not in seen:
+            ready = {SEND_ACT: [(F, a.hi - 1, a.mb)], SEND_GRAD: [(B, a.lo, a.mb), (I, a.lo, a.mb)]}.get(a.op)
+            if ready and not seen.intersection(ready):
                 yield f"{here}: what it sends has not been computed"
             seen.add((a.op, a.lo, a.mb))
 
 
-def _miscounted(role: Role, layout: Layout, lo: int, hi: int, units: tuple[int, ...],
-                micro_batches: range) -> Iterator[str]:
+def _miscounted(role: Role, layout: Layout, units: tuple[int, ...]) -> Iterator[str]:
     """Missing and doubled actions."""
-    stages = len(layout.plan.pipelines[role.pipeline].stages)
+    pipeline = layout.plan.pipelines[role.pipeline]
+    last = len(pipeline.chain) - 1
+    halves = {(a.mb, b) for a in role.actions if a.op in (I, W) for b in range(a.lo, a.hi)}
     expected: Counter[tuple[str, int, int]] = Counter()
-    for m in micro_batches:
-        for op in (F, B):
-            expected.update((op, b, m) for b in range(lo, hi))
-        expected.update((op, lo, m) for op in ((RECV_ACT, SEND_GRAD) if role.stage > 0 else ()))
-        expected.update((op, lo, m) for op in ((SEND_ACT, RECV_GRAD) if role.stage < stages - 1 else ()))
+    for m in range(len(pipeline.micro_batches)):
+        for k, (lo, hi, stage) in enumerate(pipeline.chain):
+            if stage != role.stage:
+                continue
+            for b in range(lo, hi):
+                expected.update((op, b, m) for op in ((F, I, W) if (m, b) in halves else (F, B)))
+            if k > 0 and pipeline.chain[k - 1].stage != stage:
+                expected.update((op, lo, m) for op in (RECV_ACT, SEND_GRAD))
+            if k < last and pipeline.chain[k + 1].stage != stage:
+                expected.update((op, lo, m) for op in (SEND_ACT, RECV_GRAD))
         expected.update((REDUCE, u, m) for u in units if layout.needed(REDUCE, u))
     expected.update((op, u, -1) for op in (SYNC, PUBLISH) for u in units if layout.needed(op, u))
     expected.update((STEP, u, -1) for u in units)
     expected[(NORM, 0, -1)] = 1
     found: Counter[tuple[str, int, int]] = Counter()
     for a in role.actions:
-        if a.op in (F, B):
+        if a.op in (F, B, I, W):
             found.update((a.op, b, a.mb) for b in range(a.lo, a.hi))
         elif a.op not in (GATHER, RELEASE):
             found[(a.op, a.lo, a.mb)] += 1
@@ -129,15 +142,14 @@ def _miscounted(role: Role, layout: Layout, lo: int, hi: int, units: tuple[int, 
 def _unmatched(roles: dict[RoleKey, Role]) -> Iterator[str]:
     """Sends and receives of a channel must name the same micro-batches in the same order."""
     for (p, s), role in roles.items():
-        peers = {a.peer for a in role.actions if a.op in (SEND_ACT, SEND_GRAD)}
-        for peer in sorted(peers):
-            for op in (SEND_ACT, SEND_GRAD):
-                sent = [a.mb for a in role.actions if a.op == op and a.peer == peer]
-                other = roles.get((p, peer))
-                got = [a.mb for a in other.actions if a.op == _MATCHES[op] and a.peer == s] if other else []
-                if sent != got:
-                    yield (f"{_name((p, s))} sends {op} for micro-batches {sent} to stage {peer}, which receives "
-                           f"{got}")
+        channels = {(a.op, boundary(a), a.peer) for a in role.actions if a.op in (SEND_ACT, SEND_GRAD)}
+        for op, block, peer in sorted(channels):
+            sent = [a.mb for a in role.actions if a.op == op and boundary(a) == block]
+            other = roles.get((p, peer))
+            got = [a.mb for a in other.actions if a.op == _MATCHES[op] and boundary(a) == block] if other else []
+            if sent != got:
+                yield (f"{_name((p, s))} sends {op} at block {block} for micro-batches {sent} to stage {peer}, which "
+                       f"receives {got}")
 
 
 def _linked(pipeline: int, plan: Plan, layout: Layout, kind: Kind) -> set[int]:
@@ -182,7 +194,7 @@ def _deadlock(roles: dict[RoleKey, Role], plan: Plan, layout: Layout) -> list[st
         for stream, items in queues[key].items():
             if items and done[key].issuperset(needs[key][items[-1]]):
                 a = roles[key].actions[items[-1]]
-                found[(a.op, a.lo if a.op not in _MATCHES else a.peer, a.mb)] = (items[-1], stream)
+                found[(a.op, a.lo if a.op not in _MATCHES else boundary(a), a.mb)] = (items[-1], stream)
         return found
 
     moved = True
@@ -193,7 +205,7 @@ def _deadlock(roles: dict[RoleKey, Role], plan: Plan, layout: Layout) -> list[st
             for name, (i, _) in list(heads[key].items()):
                 a = roles[key].actions[i]
                 group = partners(key, a)
-                wanted = {k: name if k == key or a.op not in _MATCHES else (_MATCHES[a.op], key[1], a.mb)
+                wanted = {k: name if k == key or a.op not in _MATCHES else (_MATCHES[a.op], boundary(a), a.mb)
                           for k in group}
                 if i not in done[key] and all(wanted[k] in heads[k] for k in group):
                     for k in group:

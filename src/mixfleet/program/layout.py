@@ -150,8 +150,8 @@ class Layout:
 
     def units_of_stage(self, pipeline: int, stage: int) -> tuple[int, ...]:
         """Units that a stage holds, ascending."""
-        lo, hi = self.plan.pipelines[pipeline].stages[stage].blocks
-        return tuple(sorted({u for b in range(lo, hi) for u in self.units_of_block[b]}))
+        chunks = self.plan.pipelines[pipeline].stages[stage].chunks
+        return tuple(sorted({u for lo, hi in chunks for b in range(lo, hi) for u in self.units_of_block[b]}))
 
     # --- ranks -------------------------------------------------------------------------------------------------
 
@@ -168,8 +168,7 @@ class Layout:
         """Tied units that two stages of a pipeline hold. Hop 1 would make every micro-batch of one stage wait for the
         other, so their gradient stays whole until hop 2."""
         return frozenset(u.number for u in self.units if len(u.blocks) > 1 and any(
-            not s.blocks[0] <= u.blocks[0] <= u.blocks[-1] < s.blocks[1]
-            for p in self.plan.pipelines for s in p.stages if s.blocks[0] <= u.blocks[0] < s.blocks[1]))
+            not s.holds(u.blocks[-1]) for p in self.plan.pipelines for s in p.stages if s.holds(u.blocks[0])))
 
     def _reduces(self, u: int) -> bool:
         return self._degree["gradients"] > 1 and u not in self._late
@@ -205,7 +204,7 @@ class Layout:
     def _columns(self, u: int) -> tuple[Column, ...]:
         unit = self.units[u]
         stages = tuple(tuple(s for s, stage in enumerate(p.stages)
-                             if any(stage.blocks[0] <= b < stage.blocks[1] for b in unit.blocks))
+                             if any(map(stage.holds, unit.blocks)))
                        for p in self.plan.pipelines)
         degrees = sorted({self.plan.pipelines[p].stages[s].tensor for p, found in enumerate(stages) for s in found})
         spans: dict[tuple[int, ...] | None, list[tuple[int, int]]] = {}

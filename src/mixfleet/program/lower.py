@@ -6,7 +6,7 @@ Each pass takes a list of actions and returns a new one. Their order is the orde
 from __future__ import annotations
 
 from mixfleet.model.spec import Model
-from mixfleet.plan import Plan
+from mixfleet.plan import Pipeline, Plan
 from mixfleet.program.action import (
     GATHER,
     NORM,
@@ -22,11 +22,12 @@ from mixfleet.program.action import (
     Action,
     B,
     F,
+    I,
     Program,
     Role,
+    W,
 )
 from mixfleet.program.layout import Layout
-from mixfleet.program.schedules import SCHEDULES
 
 Actions = list[Action]
 
@@ -34,17 +35,17 @@ Actions = list[Action]
 def lower(plan: Plan, model: Model, layout: Layout | None = None) -> Program:
     """The program of one optimizer step. The plan must be possible (`why_not` is None)."""
     layout = layout or Layout(plan, model)
-    return Program(roles=tuple(Role(pipeline=p, stage=s, actions=tuple(_role(plan, layout, p, s)))
-                               for p, pipeline in enumerate(plan.pipelines) for s in range(len(pipeline.stages))))
+    roles = []
+    for p, pipeline in enumerate(plan.pipelines):
+        for s, steps in enumerate(pipeline.orders(plan.schedule)):
+            actions = [Action(op, pipeline.chain[k].lo, pipeline.chain[k].hi, m) for op, k, m in steps]
+            roles.append(Role(pipeline=p, stage=s, actions=tuple(_role(actions, plan, layout, p, s))))
+    return Program(roles=tuple(roles))
 
 
-def _role(plan: Plan, layout: Layout, pipeline: int, stage: int) -> Actions:
-    stages = plan.pipelines[pipeline].stages
-    lo, hi = stages[stage].blocks
-    order = SCHEDULES[plan.schedule](stage, len(stages), len(plan.pipelines[pipeline].micro_batches))
+def _role(actions: Actions, plan: Plan, layout: Layout, pipeline: int, stage: int) -> Actions:
     units = layout.units_of_stage(pipeline, stage)
-    actions = [Action(op, lo, hi, m) for op, m in order]
-    actions = _pipe(actions, stage, len(stages))
+    actions = _pipe(actions, plan.pipelines[pipeline], stage)
     actions = _split_blocks(actions, layout, units)
     actions = _gather_weights(actions, layout, plan.sharding.prefetch)
     actions = _reduce_gradients(actions, layout, units)
@@ -52,22 +53,33 @@ def _role(plan: Plan, layout: Layout, pipeline: int, stage: int) -> Actions:
     return actions + _optimizer(layout, units)
 
 
-def _pipe(actions: Actions, stage: int, stages: int) -> Actions:
-    """Sends after, receives before; a receive is posted one compute action early, so that it can overlap."""
+def _pipe(actions: Actions, pipeline: Pipeline, stage: int) -> Actions:
+    """Sends after, receives before; a receive is posted one compute action early, so that it can overlap.
+
+    Chunks that follow each other on one stage hand over in place.
+    """
+    ends = {c.hi: c.stage for c in pipeline.chain}
+    begins = {c.lo: c.stage for c in pipeline.chain}
     out: Actions = []
     for i, (op, lo, hi, mb, _) in enumerate(actions):
         posts = actions[: 2] if i == 0 else actions[i + 1: i + 2]
         for a in posts:
-            if a.op == F and stage > 0:
-                out.append(Action(RECV_ACT, lo, hi, a.mb, stage - 1))
-            if a.op == B and stage < stages - 1:
-                out.append(Action(RECV_GRAD, lo, hi, a.mb, stage + 1))
+            if a.op == F and ends.get(a.lo, stage) != stage:
+                out.append(Action(RECV_ACT, a.lo, a.hi, a.mb, ends[a.lo]))
+            if a.op in (B, I) and begins.get(a.hi, stage) != stage:
+                out.append(Action(RECV_GRAD, a.lo, a.hi, a.mb, begins[a.hi]))
         out.append(actions[i])
-        if op == F and stage < stages - 1:
-            out.append(Action(SEND_ACT, lo, hi, mb, stage + 1))
-        if op == B and stage > 0:
-            out.append(Action(SEND_GRAD, lo, hi, mb, stage - 1))
+        if op == F and begins.get(hi, stage) != stage:
+            out.append(Action(SEND_ACT, lo, hi, mb, begins[hi]))
+        if op in (B, I) and ends.get(lo, stage) != stage:
+            out.append(Action(SEND_GRAD, lo, hi, mb, ends[lo]))
     return out
+
+
+def _final(actions: Actions) -> set[int]:
+    """Where the last gradient of each chunk (or block) is made: positions of its last B or W."""
+    last = {(a.lo, a.hi): i for i, a in enumerate(actions) if a.op in (B, W)}
+    return set(last.values())
 
 
 def _split_blocks(actions: Actions, layout: Layout, units: tuple[int, ...]) -> Actions:
@@ -75,12 +87,12 @@ def _split_blocks(actions: Actions, layout: Layout, units: tuple[int, ...]) -> A
     gathers = layout.needed(GATHER, units[0])
     reduces = layout.needed(REDUCE, units[0])
     syncs = any(layout.needed(SYNC, u) for u in units)
-    last = max((a.mb for a in actions if a.op == B), default=-1)
+    final = _final(actions) if syncs else set()
     out: Actions = []
-    for a in actions:
+    for i, a in enumerate(actions):
         if a.op == F and gathers:
             out += [a._replace(lo=b, hi=b + 1) for b in range(a.lo, a.hi)]
-        elif a.op == B and (gathers or reduces or (syncs and a.mb == last)):
+        elif a.op in (B, I, W) and (gathers or reduces or i in final):
             out += [a._replace(lo=b, hi=b + 1) for b in reversed(range(a.lo, a.hi))]
         else:
             out.append(a)
@@ -91,9 +103,9 @@ def _gather_weights(actions: Actions, layout: Layout, prefetch: int) -> Actions:
     """Sharded weights: gather before use, `prefetch` blocks ahead, and release after it (ZeRO-3, FSDP).
 
     The gather stream keeps its order, so a gather that stands behind a release waits for it: that bounds memory.
-    A unit that the next compute action needs again is kept.
+    A unit that the next compute action needs again is kept. Weight halves of a backward need no weights.
     """
-    computes = [i for i, a in enumerate(actions) if a.op in (F, B) and layout.needed(GATHER, a.lo)]
+    computes = [i for i, a in enumerate(actions) if a.op in (F, B, I) and layout.needed(GATHER, a.lo)]
     if not computes:
         return actions
     uses = [layout.units_of_block[actions[i].lo] for i in computes]
@@ -126,7 +138,7 @@ def _reduce_gradients(actions: Actions, layout: Layout, units: tuple[int, ...]) 
     out: Actions = []
     for a in actions:
         out.append(a)
-        if a.op == B:
+        if a.op in (B, W):
             out += [Action(REDUCE, u, u + 1, a.mb) for u in layout.units_of_block[a.lo]
                     if layout.needed(REDUCE, u) and a.lo == min(b for b in layout.units[u].blocks if b in units)]
     return out
@@ -134,14 +146,18 @@ def _reduce_gradients(actions: Actions, layout: Layout, units: tuple[int, ...]) 
 
 def _synchronize(actions: Actions, layout: Layout, units: tuple[int, ...]) -> Actions:
     """Hop 2 once per step, behind the last backward (or hop 1) of a unit; tied units at the end: two stages meet."""
-    last = max((a.mb for a in actions if a.op == B), default=-1)
-    behind = REDUCE if layout.needed(REDUCE, units[0]) else B
+    # Tied tensors that are reduced at all follow their lowest block, so the last action of a unit is its hop 1.
+    ready = {a.lo: i for i, a in enumerate(actions)
+             if a.op == REDUCE or (a.op in (B, W) and a.hi == a.lo + 1 and not layout.needed(REDUCE, a.lo))}
     tied = [u for u in units if len(layout.units[u].blocks) > 1]
+    # Last blocks first, on every stage of every pipeline: pipelines of unlike shape must meet in one order.
+    waiting = [u for u in reversed(units) if u not in tied and layout.needed(SYNC, u)]
     out: Actions = []
-    for a in actions:
+    for i, a in enumerate(actions):
         out.append(a)
-        if a.op == behind and a.mb == last and a.lo not in tied and layout.needed(SYNC, a.lo):
-            out.append(Action(SYNC, a.lo, a.lo + 1))
+        while waiting and ready[waiting[0]] <= i:
+            u = waiting.pop(0)
+            out.append(Action(SYNC, u, u + 1))
     out += [Action(SYNC, u, u + 1) for u in tied if layout.needed(SYNC, u)]
     return out
 

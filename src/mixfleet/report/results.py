@@ -69,7 +69,7 @@ def _devices(this: Prediction, of: Plan) -> Table:
         pipe = of.pipelines[use.pipeline]
         stage = pipe.stages[use.stage]
         rows.append([ranges((u.rank for u in group), short=True), use.device, f"{use.pipeline}.{use.stage}",
-                     f"{stage.blocks[0]}-{stage.blocks[1] - 1}", str(pipe.micro_batch), str(pipe.samples),
+                     stage.text, str(pipe.micro_batch), str(pipe.samples),
                      percent(use.busy), show_bytes(use.fresh_bytes), show_bytes(use.resumed_bytes),
                      show_bytes(use.capacity_bytes)])
     return Table(["ranks", "device", "stage", "blocks", ">micro-batch", ">samples", ">computes", ">first step",

@@ -30,10 +30,14 @@ from mixfleet.program.action import (
     Action,
     B,
     F,
+    I,
     Role,
+    W,
+    boundary,
 )
 from mixfleet.program.layout import Layout
 from mixfleet.run.collective import Copies, Fabric, Sums, Task, overlaps
+from mixfleet.run.halves import Later, PutOff
 from mixfleet.run.state import DTYPES, Unit, bind
 
 MicroBatch = tuple[Tensor | None, Tensor | None]
@@ -45,7 +49,7 @@ _STREAMS = {GATHER: ("gather", "gather"), PUBLISH: ("gather", "gather"), REDUCE:
             SYNC: ("reduce", "reduce")}
 _TAGS = {GATHER: 0, PUBLISH: 1, REDUCE: 2, SYNC: 4}
 _TAGS_PER_UNIT = 6
-_ACT_TAG, _GRAD_TAG = 1 << 20, (1 << 20) + 1
+_FIRST_MESSAGE_TAG = 1 << 20
 _FIRST_LOSS_SCALE, _GROWTH_STEPS = 2.0**16, 2000
 
 
@@ -78,6 +82,11 @@ class _Arrival(NamedTuple):
         return self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts, 1)
 
 
+def _message_tag(action: Action) -> int:
+    """Messages of activations and of gradients at every block boundary are streams of their own."""
+    return _FIRST_MESSAGE_TAG + 2 * boundary(action) + (action.op in (SEND_GRAD, RECV_GRAD))
+
+
 class Interpreter:
     """The state of one rank, and how it makes one optimizer step.
 
@@ -92,34 +101,36 @@ class Interpreter:
         place = layout.places[self.rank]
         self.pipeline = layout.plan.pipelines[role.pipeline]
         self.stage = self.pipeline.stages[role.stage]
-        self.first, self.end = self.stage.blocks
+        held = self.stage.held
         self.place, self.shape = place, shape
         self.dtype = DTYPES[job.precision]
-        self.is_first, self.is_last = self.first == 0, self.end == len(layout.model.blocks)
-        self.modules, self.loss = modules, loss
+        self.is_first, self.is_last = held[0] == 0, held[-1] == len(layout.model.blocks) - 1
+        self.modules, self.loss = dict(zip(held, modules)), loss
         self.units: dict[int, Unit] = {}
         self._exchanges: dict[tuple[str, int], Copies | Sums] = {}
         for u in layout.units_of_stage(role.pipeline, role.stage):
             self.units[u] = Unit(u, self.rank, layout, job, self.device)
-            bind(self.units[u], dict(zip(range(self.first, self.end), modules)), layout, self.rank)
+            bind(self.units[u], self.modules, layout, self.rank)
             self._make_exchanges(self.units[u])
             self.units[u].release()
         self.loss_scale = _FIRST_LOSS_SCALE if job.precision == "fp16" else 1.0
         self.good_steps = 0
         """fp16: steps since the last overflow or growth of the loss scale."""
-        self._units_of = {b: [self.units[u] for u in layout.units_of_block[b]] for b in range(self.first, self.end)}
+        self._units_of = {b: [self.units[u] for u in layout.units_of_block[b]] for b in held}
         self._weight_storages = {u.compute.data.untyped_storage()._cdata for u in self.units.values()}
         self._routes = {a.peer: self._route(a.peer) for a in role.actions if a.peer >= 0}
         self._do: dict[str, Callable[[Action], None]] = {
-            F: self._forward, B: self._backward, SEND_ACT: self._send, RECV_ACT: self._receive, SEND_GRAD: self._send,
-            RECV_GRAD: self._receive, GATHER: self._move, RELEASE: self._release, REDUCE: self._move,
+            F: self._forward, B: self._backward, I: self._backward, W: self._weights, SEND_ACT: self._send,
+            RECV_ACT: self._receive, SEND_GRAD: self._send, RECV_GRAD: self._receive, GATHER: self._move, RELEASE: self._release, REDUCE: self._move,
             SYNC: self._move, NORM: self._norm, STEP: self._step, PUBLISH: self._move}
         self._values: dict[tuple[str, int, int], Tensor | _Arrival] = {}
         """Activations `x` and gradients `g` at block boundaries, by (kind, block, micro-batch)."""
         self._saved: dict[tuple[int, int], tuple[Tensor, Tensor | None, list[int]]] = {}
+        self._halved = {(b, a.mb) for a in role.actions if a.op == I for b in range(a.lo, a.hi)}
+        self._later: dict[tuple[int, int], tuple[Later, list[int]]] = {}
+        """Weight gradients put off by the input half of a backward, and what they hold."""
         self._sending: list[Task] = []
         self._reducing: deque[Unit] = deque()
-        self._passes = 0
         self._batches: Sequence[MicroBatch] = ()
         self._loss = torch.zeros((), dtype=torch.float64, device=self.device)
         self._lr, self._factor, self._stop = 0.0, 0.0, False
@@ -150,7 +161,8 @@ class Interpreter:
         """
         other = self.pipeline.stages[peer]
         ranks = other.ranks(self.layout.plan.replicas[self.place.replica][1])
-        length = self.shape(self.first, 1)[1] if len(self.shape(self.first, 1)) > 2 else 1
+        shape = self.shape(self.stage.held[0], 1)
+        length = shape[1] if len(shape) > 2 else 1
         start = length * self.place.tensor_index // self.stage.tensor
         return [(ranks[j], lo - start, hi - start)
                 for j, lo, hi in overlaps(length, self.stage.tensor, self.place.tensor_index, other.tensor)]
@@ -161,8 +173,8 @@ class Interpreter:
         """One optimizer step on this rank's micro-batches. `stop` asks all ranks to stop after it."""
         self._batches, self._lr, self._stop = batches, lr, stop
         self._loss.zero_()
-        self._passes += 1
         for unit in self.units.values():
+            unit.taken = True
             if unit.reduced:
                 unit.acc.data.zero_()
         for action in self.role.actions:
@@ -218,7 +230,13 @@ class Interpreter:
             return value.wait()
 
     def _run(self, block: int, x: Tensor, mb: int) -> Tensor:
-        module, targets = self.modules[block - self.first], self._batches[mb][1]
+        module, targets = self.modules[block], self._batches[mb][1]
+        if (block, mb) in self._halved and torch.is_grad_enabled():
+            with PutOff(self._later.setdefault((block, mb), ([], []))[0]):
+                return self._call(module, block, x, targets)
+        return self._call(module, block, x, targets)
+
+    def _call(self, module: nn.Module, block: int, x: Tensor, targets: Tensor | None) -> Tensor:
         if block < len(self.layout.model.blocks) - 1:
             out: Tensor = module(x)
         elif self.loss is None:
@@ -233,7 +251,7 @@ class Interpreter:
         for b in reversed(range(action.lo, action.hi)):
             for unit in self._units_of[b]:
                 unit.compute.wait()
-                self._clear(unit, mb)
+                self._clear(unit)
             grad = (torch.tensor(self.loss_scale / self.job.tokens_per_step, dtype=torch.float64, device=self.device)
                     if b == len(blocks) - 1 else self._take("g", b + 1, mb))
             leaf, out, held = self._saved.pop((b, mb))
@@ -245,17 +263,31 @@ class Interpreter:
             with self.recorder.span("compute", f"B{b}.{mb}", "backward"):
                 if out.requires_grad:
                     torch.autograd.backward(out, grad.to(out.dtype))
-            self.recorder.drop(held)
+            if action.op == I:
+                self._later[b, mb][1].extend(held)
+            else:
+                self.recorder.drop(held)
             if b > 0:
                 self._values["g", b, mb] = leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
                 leaf.grad = None
             self._mark(f"B{b}.{mb}")
 
-    def _clear(self, unit: Unit, mb: int) -> None:
-        """Zero the gradient buffer before the first backward of a step, or of a micro-batch where hop 1 empties it."""
-        clear_for = self._passes * len(self._batches) + (mb if unit.reduced else 0)
-        if unit.cleared_for != clear_for:
-            unit.cleared_for = clear_for
+    def _weights(self, action: Action) -> None:
+        """The half of a backward that was put off."""
+        for b in reversed(range(action.lo, action.hi)):
+            later, held = self._later.pop((b, action.mb))
+            for unit in self._units_of[b]:
+                self._clear(unit)
+            with torch.no_grad(), self.recorder.span("compute", f"W{b}.{action.mb}", "backward"):
+                for accumulate in later:
+                    accumulate()
+            self.recorder.drop(held)
+            self._mark(f"W{b}.{action.mb}")
+
+    def _clear(self, unit: Unit) -> None:
+        """Zero the gradient buffer before the first backward of a step, or the first after hop 1 has taken it."""
+        if unit.taken:
+            unit.taken = False
             if unit in self._reducing:
                 self._reducing.remove(unit)
             unit.grad.wait()
@@ -270,7 +302,7 @@ class Interpreter:
         assert isinstance(value, Tensor)
         route = self._routes[action.peer]
         parts = [value] if len(route) == 1 else [value[:, lo:hi] for _, lo, hi in route]
-        works = [self.fabric.send(part.contiguous(), rank, action.op, _ACT_TAG if act else _GRAD_TAG)
+        works = [self.fabric.send(part.contiguous(), rank, action.op, _message_tag(action))
                  for part, (rank, _, _) in zip(parts, route)]
         if self.recorder.on:
             works = [self.fabric.run("p2p", iter((works,)), str(action), "send")]
@@ -279,7 +311,7 @@ class Interpreter:
     def _receive(self, action: Action) -> None:
         act = action.op == RECV_ACT
         block = action.lo if act else action.hi
-        channel, tag = (SEND_ACT, _ACT_TAG) if act else (SEND_GRAD, _GRAD_TAG)
+        channel, tag = SEND_ACT if act else SEND_GRAD, _message_tag(action)
         samples, *rest = self.shape(block, self.pipeline.micro_batches[action.mb])
         route = self._routes[action.peer]
         parts = []
@@ -304,6 +336,7 @@ class Interpreter:
                                post=source.idle and (op == REDUCE or target.idle))
         source.task = target.task = task
         if op == REDUCE:
+            unit.taken = True
             self._reducing.append(unit)
             if len(self._reducing) > 1:
                 self._reducing.popleft().grad.release()

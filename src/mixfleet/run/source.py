@@ -55,7 +55,7 @@ class DecoderSource:
         self.job, self.base = job, base
 
     def modules(self, stage: Stage, group: TensorGroup, device: torch.device, *, fused: bool) -> list[nn.Module]:
-        return build_blocks(self.job.model, range(*stage.blocks), group, seed=self.job.seed, device="meta",
+        return build_blocks(self.job.model, stage.held, group, seed=self.job.seed, device="meta",
                             dtype=DTYPES[self.job.precision], attention="fused" if fused else "eager",
                             recompute=stage.recompute, initialize=False)
 
@@ -108,7 +108,7 @@ class ModulesSource:
         names = [block.name for block in self.job.model.blocks]
         self._first = {f"{name}/{leaf}": param.detach().clone() for name, module in zip(names, self.blocks)
                        for leaf, param in module.named_parameters()}
-        return [self.blocks[b].to(device, DTYPES[self.job.precision]) for b in range(*stage.blocks)]
+        return [self.blocks[b].to(device, DTYPES[self.job.precision]) for b in stage.held]
 
     def initial(self, tensor: str, kind: str, lo: int, hi: int) -> Tensor:
         return self._first[tensor].reshape(-1)[lo:hi]

@@ -85,8 +85,8 @@ class Unit:
         self._copy = rest[0] if rest else []
         self.optimizer = FlatOptimizer(job.optimizer, runs, self._value)
         self.norm_views = [v for c, lo, hi in self.counted if lo < hi for v in self.own.views(c, lo, hi)]
-        self.cleared_for = -1
-        """The backward pass that the gradient buffer was last cleared for."""
+        self.taken = True
+        """Whether the gradient buffer's contents have been used, so that the next backward starts from zero."""
 
     def release(self) -> None:
         """Give back the buffers that exist only while they are used, once everything that views them is made."""

@@ -22,6 +22,8 @@ from mixfleet.program.action import (
     Action,
     B,
     F,
+    I,
+    W,
 )
 from mixfleet.program.layout import Layout
 
@@ -34,27 +36,30 @@ def hazards(actions: tuple[Action, ...], layout: Layout) -> list[tuple[int, ...]
     used, computed = [-1] * count, [-1] * count  # last F or B that read the weights; last B of the gradient
     ready, moved = [-1] * count, [-1] * count  # last G or X; last R or Y
     stepped = [-1] * count
-    received: dict[tuple[str, int], int] = {}
+    received: dict[tuple[str, int, int], int] = {}
     made: dict[tuple[str, int, int], int] = {}
     reduced = -1
     found: list[tuple[int, ...]] = []
     for i, (op, lo, hi, mb, _) in enumerate(actions):
         needs: tuple[int, ...] = ()
-        if op in (F, B):
+        if op in (F, B, I, W):
             extra = [u for b in range(lo, hi) for u in tied[b]] if some_tied else []
             before = {*ready[lo:hi], *[ready[u] for u in extra]}
             used[lo:hi] = [i] * (hi - lo)
             for u in extra:
                 used[u] = i
             if op == F:
-                before.add(received.get((RECV_ACT, mb), -1))
+                before.add(received.get((RECV_ACT, lo, mb), -1))
                 made[F, hi, mb] = i
             else:
-                before.update(moved[lo:hi], [moved[u] for u in extra], (received.get((RECV_GRAD, mb), -1),))
+                before.update(moved[lo:hi], [moved[u] for u in extra])
+                if op != W:
+                    before.add(received.get((RECV_GRAD, hi, mb), -1))
                 computed[lo:hi] = [i] * (hi - lo)
                 for u in extra:
                     computed[u] = i
-                made[B, lo, mb] = i
+                if op != W:
+                    made[B, lo, mb] = i
             before.discard(-1)
             needs = tuple(sorted(before))
         elif op in (GATHER, RELEASE):
@@ -64,7 +69,7 @@ def hazards(actions: tuple[Action, ...], layout: Layout) -> list[tuple[int, ...]
             needs = (computed[lo],)
             moved[lo] = reduced = i
         elif op in (RECV_ACT, RECV_GRAD):
-            received[op, mb] = i
+            received[op, lo if op == RECV_ACT else hi, mb] = i
         elif op == SEND_ACT:
             needs = (made[F, hi, mb],)
         elif op == SEND_GRAD:

@@ -29,7 +29,10 @@ from mixfleet.program.action import (
     Action,
     B,
     F,
+    I,
     Program,
+    W,
+    boundary,
     stream_of,
 )
 from mixfleet.program.layout import Layout
@@ -42,8 +45,8 @@ from mixfleet.units import NS_PER_S
 
 NORM_BYTES = 16
 """What the norm exchanges per rank: a sum of squares and a count of valid tokens, both fp64."""
-_SENDER = {SEND_ACT: (SEND_ACT, 0), RECV_ACT: (SEND_ACT, -1), SEND_GRAD: (SEND_GRAD, 0), RECV_GRAD: (SEND_GRAD, 1)}
-"""From a point-to-point action to the kind of the transfer and the stage that sends, relative to its own."""
+_SENDER = {SEND_ACT: SEND_ACT, RECV_ACT: SEND_ACT, SEND_GRAD: SEND_GRAD, RECV_GRAD: SEND_GRAD}
+"""From a point-to-point action to that of the sender."""
 CATEGORY = {SEND_ACT: "send", SEND_GRAD: "send", RECV_ACT: "recv", RECV_GRAD: "recv", GATHER: "gather",
             PUBLISH: "gather", REDUCE: "reduce", SYNC: "reduce", NORM: "optimizer"}
 """Of the actions that communicate. The norm counts as part of the optimizer step, as where it is measured."""
@@ -158,7 +161,7 @@ class _Player:
         entity = traffic.entities[e]
         sizes = self._sizes[entity.pipeline]
         if op in _SENDER:
-            kind: Kind = (_SENDER[op][0], entity.pipeline, entity.stage + _SENDER[op][1])
+            kind: Kind = (_SENDER[op], entity.pipeline, boundary(action))
             return (), [self._transfer(traffic.at[e, kind], (action.mb,), sizes[action.mb], sizes[0])]
         if op in (GATHER, REDUCE, SYNC, PUBLISH):
             unit_kind = traffic.unit_kind[action.lo]
@@ -293,9 +296,9 @@ class _Pricing:
                 node = self._cluster.nodes[nodes.pop()]
                 key = (self._number(node.link), tuple(self._device[r] for r in ranks), len(self._rivals(e)))
             elif len(ranks) > 1:  # what it takes tells them apart
-                lo, hi = self._stage(e).blocks
                 micro_batch = self._plan.pipelines[self._entities[e].pipeline].micro_batch
-                comms = {b.kind: b.tensor_comm for b in self._job.model.blocks[lo:hi]}
+                comms = {b.kind: b.tensor_comm for lo, hi in self._stage(e).chunks
+                         for b in self._job.model.blocks[lo:hi]}
                 key = tuple(round(self._collective_s(e, comm, micro_batch) * NS_PER_S)
                             for kind in comms for comm in comms[kind])
             self._group_of[e] = self._groups.setdefault((self._entities[e].pipeline, self._entities[e].stage, key), e)
@@ -321,7 +324,7 @@ class _Pricing:
 
     def parts(self, e: int, action: Action, micro_batch: int) -> tuple[Part, ...]:
         """What a compute action is made of, in order."""
-        if action.op in (F, B):
+        if action.op in (F, B, I, W):
             key: tuple[object, ...] = (self.kind(e), action.op, action.lo, action.hi, micro_batch)
         elif action.op == STEP:
             key = (e, STEP, self._alike[action.lo])
@@ -336,20 +339,25 @@ class _Pricing:
         """A tensor group goes at the pace of its slowest device, block by block."""
         ranks, stage, job = self._entities[e].ranks, self._stage(e), self._job
         devices = list({self._device[r]: self._cluster.devices[r] for r in ranks}.values())
-        forward = backward = recompute = tensor = 0.0
+        forward = backward = weight = recompute = tensor = 0.0
         for i in range(action.lo, action.hi):
             costs = [block_cost(job.model.blocks[i], micro_batch, job.seq_len, len(ranks), d, job, stage.recompute)
                      for d in devices]
             forward += max(c.forward_s for c in costs)
             backward += max(c.backward_s for c in costs)
+            weight += max(c.weight_s for c in costs)
             recompute += max(c.recompute_s for c in costs)
-            if len(ranks) > 1:
+            if len(ranks) > 1 and action.op != W:
                 if action.op == F or stage.recompute == "full":
                     tensor += self._tensor_s(e, job.model.blocks[i], micro_batch, "forward")
-                if action.op == B:
+                if action.op != F:
                     tensor += self._tensor_s(e, job.model.blocks[i], micro_batch, "backward")
         if action.op == F:
             return [("forward", forward), ("tensor", tensor)]
+        if action.op == W:
+            return [("backward", weight)]
+        if action.op == I:
+            backward -= weight
         return [("recompute", recompute), ("backward", backward), ("tensor", tensor)]
 
     def _step(self, e: int, unit: int) -> list[tuple[str, float]]:

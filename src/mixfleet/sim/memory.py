@@ -1,8 +1,9 @@
 """What a device holds as simulated time goes on: each action allocates at its start and frees at its end.
 
 A forward keeps what its backward needs (by recompute mode), a backward brings back what recompute had dropped and
-frees both; gathers hold weights until their release, sharded gradients a buffer until hop 1 has taken it. Messages
-are held from the start of a receive to its use, and from their making to the end of a send.
+frees both (a split one at the end of its weight half); gathers hold weights until their release, sharded gradients a
+buffer until hop 1 has taken it. Messages are held from the start of a receive to its use, and from their making to
+the end of a send.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ from mixfleet.program.action import (
     Action,
     B,
     F,
+    I,
+    W,
+    boundary,
 )
 from mixfleet.program.layout import Kind, Layout
 from mixfleet.sim.interpreter import Row
@@ -203,9 +207,9 @@ class _Walk:
         row, sizes = self._row, self._pipe.micro_batches
         found: list[Event] = []
         add = found.append
-        waiting: dict[tuple[str, int], int] = {}
+        waiting: dict[tuple[str, int, int], int] = {}
         buffers: set[int] = set()
-        lo, hi = self._stage.blocks
+        sent = {(a.op, boundary(a)) for a in row.actions if a.op in (SEND_ACT, SEND_GRAD)}
         for i, (action, start, end) in enumerate(zip(row.actions, row.start_ns, row.end_ns, strict=True)):
             op, mb = action.op, action.mb
             if op == F:
@@ -213,33 +217,34 @@ class _Walk:
                 add((start, saved, _SAVED, i))
                 add((start, work, _WORK, i))
                 add((end, -work, _WORK, i))
-                if (RECV_ACT, mb) in waiting:
-                    add((start, -waiting.pop((RECV_ACT, mb)), _MESSAGES, i))
-                if action.hi == hi < len(self._job.model.blocks):
-                    waiting[SEND_ACT, mb] = nbytes = self._boundary(hi - 1, sizes[mb])
+                if (RECV_ACT, action.lo, mb) in waiting:
+                    add((start, -waiting.pop((RECV_ACT, action.lo, mb)), _MESSAGES, i))
+                if (SEND_ACT, action.hi) in sent:
+                    waiting[SEND_ACT, action.hi, mb] = nbytes = self._boundary(action.hi - 1, sizes[mb])
                     add((end, nbytes, _MESSAGES, i))
-            elif op == B:
+            elif op in (B, I, W):
                 saved, work, again = self._blocks(action.lo, action.hi, sizes[mb])
                 for change, what in ((work, _WORK), (again, _AGAIN)):
-                    if change:
+                    if change and op != W:
                         add((start, change, what, i))
                         add((end, -change, what, i))
-                add((end, -saved, _SAVED, i))
+                if op != I:
+                    add((end, -saved, _SAVED, i))
                 for b in range(action.lo, action.hi):
                     for u in self._layout.units_of_block[b]:
                         if u in self._reduced and u not in buffers:
                             buffers.add(u)
                             add((start, self._gradient(u), _BUFFERS, i))
-                if (RECV_GRAD, mb) in waiting:
-                    add((end, -waiting.pop((RECV_GRAD, mb)), _MESSAGES, i))
-                if action.lo == lo > 0:
-                    waiting[SEND_GRAD, mb] = nbytes = self._boundary(lo - 1, sizes[mb])
+                if (RECV_GRAD, action.hi, mb) in waiting:
+                    add((end, -waiting.pop((RECV_GRAD, action.hi, mb)), _MESSAGES, i))
+                if (SEND_GRAD, action.lo) in sent and op != W:
+                    waiting[SEND_GRAD, action.lo, mb] = nbytes = self._boundary(action.lo - 1, sizes[mb])
                     add((end, nbytes, _MESSAGES, i))
             elif op in (RECV_ACT, RECV_GRAD):
-                waiting[op, mb] = nbytes = self._boundary(lo - 1 if op == RECV_ACT else hi - 1, sizes[mb])
+                waiting[op, boundary(action), mb] = nbytes = self._boundary(boundary(action) - 1, sizes[mb])
                 add((start, nbytes, _MESSAGES, i))
             elif op in (SEND_ACT, SEND_GRAD):
-                add((end, -waiting.pop((op, mb), 0), _MESSAGES, i))
+                add((end, -waiting.pop((op, boundary(action), mb), 0), _MESSAGES, i))
             elif op in (GATHER, RELEASE):
                 nbytes = self._unit(action.lo)[0] * self._job.bytes.weight_bytes
                 add((start, nbytes, _GATHERED, i) if op == GATHER else (end, -nbytes, _GATHERED, i))

@@ -8,7 +8,7 @@ from mixfleet.cost.memory import boundary_bytes
 from mixfleet.job import Job
 from mixfleet.model.spec import Block
 from mixfleet.plan import Plan
-from mixfleet.program.action import GATHER, PUBLISH, REDUCE, SEND_ACT, SEND_GRAD, SYNC, Action, B, F, Program
+from mixfleet.program.action import GATHER, PUBLISH, REDUCE, SEND_ACT, SEND_GRAD, SYNC, Action, B, F, I, Program
 from mixfleet.program.layout import Layout
 from mixfleet.sim.traffic import Entity, shards, tensor_bytes
 
@@ -47,7 +47,7 @@ def bytes_sent(program: Program, plan: Plan, job: Job, layout: Layout) -> dict[s
                         counts[move.src] += (move.hi - move.lo) * element
                 for rank in (rank for ranks in groups for rank in ranks):
                     found[rank][op] += moved[op, action.lo][rank]
-            elif op in (F, B) and stages[role.stage].tensor > 1:
+            elif op in (F, B, I) and stages[role.stage].tensor > 1:
                 again = stages[role.stage].recompute == "full"
                 nbytes = sum(_tensor_bytes(job.model.blocks[b], action, sizes[action.mb], stages[role.stage].tensor,
                                            job, again) for b in range(action.lo, action.hi))

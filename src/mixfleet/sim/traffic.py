@@ -17,7 +17,7 @@ from mixfleet.program.layout import Comm, Layout
 from mixfleet.sim.fold import Instance
 
 Kind = tuple[str, int, int]
-"""(operation, pipeline, sending stage) or (operation, first unit of its kind, phase)."""
+"""(operation, pipeline, block at whose input it moves) or (operation, first unit of its kind, phase)."""
 
 
 Demands = tuple[tuple[int, float], ...]
@@ -104,13 +104,15 @@ class Traffic:
         pipe, first = self._plan.pipelines[pipeline], self._plan.replicas.index((pipeline, 0))
         stages = len(pipe.stages)
         start = next(e for e, entity in enumerate(self.entities) if entity.replica == first)
-        for s in range(stages - 1):
-            block = self._job.model.blocks[pipe.stages[s].blocks[1] - 1]
+        for here, there in pairwise(pipe.chain):
+            if here.stage == there.stage:
+                continue
+            block = self._job.model.blocks[here.hi - 1]
             nbytes = boundary_bytes(block, pipe.micro_batch, self._job.seq_len, 1, self._job)
             for r in range(pipe.replicas):
-                a = start + r * stages + s
-                self._add((SEND_ACT, pipeline, s), (a, a + 1), *self._message(a, a + 1), nbytes)
-                self._add((SEND_GRAD, pipeline, s + 1), (a + 1, a), *self._message(a + 1, a), nbytes)
+                a, b = start + r * stages + here.stage, start + r * stages + there.stage
+                self._add((SEND_ACT, pipeline, here.hi), (a, b), *self._message(a, b), nbytes)
+                self._add((SEND_GRAD, pipeline, here.hi), (b, a), *self._message(b, a), nbytes)
 
     def _message(self, a: int, b: int) -> tuple[float, Demands]:
         """A message of one byte, in the sequence shards that the ranks of entity `a` send to those of `b`."""
@@ -129,7 +131,7 @@ class Traffic:
             if like == u:
                 blocks = layout.units[u].blocks
                 hosts = tuple(tuple(s for s, stage in enumerate(pipe.stages)
-                                    if any(stage.blocks[0] <= b < stage.blocks[1] for b in blocks))
+                                    if any(map(stage.holds, blocks)))
                               for pipe in plan.pipelines)
                 for op in (GATHER, REDUCE, SYNC, PUBLISH):
                     self.phases[op, u] = self._collectives(op, u, hosts) if layout.needed(op, u) else 0
@@ -190,8 +192,7 @@ class Traffic:
 
 def alike(layout: Layout) -> list[int]:
     """For each unit the first one of equal shape on the same stages: all answers about them are equal."""
-    homes = [tuple(next(s for s, stage in enumerate(pipe.stages) if b < stage.blocks[1])
-                   for pipe in layout.plan.pipelines) for b in range(len(layout.model.blocks))]
+    homes = list(zip(*([c.stage for c in pipe.chain for _ in range(c.lo, c.hi)] for pipe in layout.plan.pipelines)))
     seen: dict[object, int] = {}
     return [seen.setdefault((tuple(homes[b] for b in unit.blocks),
                              tuple((t.param.split, t.rows, t.row) for t in unit.tensors)), u)

@@ -1,0 +1,236 @@
+"""List scheduling of pipelines: orders of forwards, backwards and weight gradients found by playing them in time.
+
+A *chunk* is a block range of the chain; device `home[k]` computes chunk k. Forward of a chunk needs that of the one
+before, backward that of the one behind; a split backward leaves the weight gradient (W) for later. Whenever a device
+is free it takes the best of what is ready. With unit times this gives the known zero-bubble and wave schedules, with
+measured times a schedule for uneven stages.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+from mixfleet.errors import InputError
+
+F, B, I, W = "F", "B", "I", "W"
+"""Forward; whole backward; the input half and the weight half of a split backward."""
+
+Step = tuple[str, int, int]
+"""(op, chunk, micro-batch)"""
+Orders = tuple[tuple[Step, ...], ...]
+"""What each device does, in order."""
+
+
+class Work(NamedTuple):
+    """A pipeline to be scheduled; times in any one unit. `backward` is the whole one, or its input half if split."""
+
+    home: tuple[int, ...]
+    micro_batches: int
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    weight: tuple[float, ...] = ()
+    """Seconds of W per chunk; empty if backward is not split."""
+    comm: float | tuple[float, ...] = 0.0
+    """Between chunk k and k + 1, both ways; nothing if they share a device."""
+
+    @property
+    def devices(self) -> int:
+        return max(self.home) + 1
+
+    def hop(self, k: int) -> float:
+        """Seconds from chunk k to chunk k + 1."""
+        if self.home[k] == self.home[k + 1]:
+            return 0.0
+        return self.comm[k] if isinstance(self.comm, tuple) else self.comm
+
+    def seconds(self, step: Step) -> float:
+        table = {F: self.forward, B: self.backward, I: self.backward, W: self.weight}[step[0]]
+        return table[step[1]]
+
+    @property
+    def back(self) -> str:
+        return I if self.weight else B
+
+
+class Rule(NamedTuple):
+    """What a free device prefers.
+
+    `limit` is the most micro-batches of chunks that may be in flight on each device (from forward to the end of
+    backward, W included). Ready backwards come first, then forwards; `deep` prefers chunks further down the chain,
+    for `turns` backwards that are ready give way to a forward after each other. W fills gaps; with `room` it
+    comes first where the limit keeps a forward waiting.
+    """
+
+    limit: tuple[int, ...]
+    deep: bool = True
+    turns: bool = False
+    room: bool = True
+
+
+def makespan(work: Work, orders: Orders) -> float:
+    """Seconds of one step when every device keeps its order; infinite if the orders wait for each other."""
+    return max((end for _, end in timeline(work, orders).values()), default=0.0) if _complete(work, orders) \
+        else float("inf")
+
+
+def _complete(work: Work, orders: Orders) -> bool:
+    return len(timeline(work, orders)) == sum(map(len, orders))
+
+
+def timeline(work: Work, orders: Orders) -> dict[Step, tuple[float, float]]:
+    """Start and end of every step that can run when every device keeps its order."""
+    done: dict[Step, tuple[float, float]] = {}
+    at = [0] * len(orders)
+    free = [0.0] * len(orders)
+    moved = True
+    while moved:
+        moved = False
+        for d, order in enumerate(orders):
+            while at[d] < len(order):
+                ready = _ready(work, order[at[d]], done)
+                if ready is None:
+                    break
+                start = max(ready, free[d])
+                free[d] = start + work.seconds(order[at[d]])
+                done[order[at[d]]] = (start, free[d])
+                at[d] += 1
+                moved = True
+    return done
+
+
+def _ready(work: Work, step: Step, done: dict[Step, tuple[float, float]]) -> float | None:
+    """When the inputs of a step are there; None if they are not yet made."""
+    op, k, m = step
+    last = len(work.home) - 1
+    if op == F:
+        needs = [((F, k - 1, m), work.hop(k - 1))] if k else []
+    elif op == W:
+        needs = [((I, k, m), 0.0)]
+    else:
+        behind = (B, k + 1, m) if (B, k + 1, m) in done else (I, k + 1, m)
+        needs = [((F, k, m), 0.0)] + ([(behind, work.hop(k))] if k < last else [])
+    if any(need not in done for need, _ in needs):
+        return None
+    return max((done[need][1] + hop for need, hop in needs), default=0.0)
+
+
+def greedy(work: Work, rule: Rule) -> Orders | None:
+    """Orders by list scheduling under a rule; None if its limits leave everything waiting."""
+    chunks, last = range(len(work.home)), len(work.home) - 1
+    mine = [[k for k in chunks if work.home[k] == d] for d in range(work.devices)]
+    done: dict[Step, tuple[float, float]] = {}
+    orders: list[list[Step]] = [[] for _ in mine]
+    next_f, next_b = [0] * len(work.home), [0] * len(work.home)
+    pending: list[list[Step]] = [[] for _ in mine]
+    flying = [0] * len(mine)
+    free = [0.0] * len(mine)
+    queue = [(0.0, d) for d in range(len(mine))]
+    total = len(work.home) * work.micro_batches * (3 if work.weight else 2)
+    made = 0
+
+    def choose(d: int, now: float) -> tuple[Step | None, float]:
+        """The step to start now, or when the next one becomes ready."""
+        later = float("inf")
+        if rule.room and pending[d] and flying[d] >= rule.limit[d] and next_f[mine[d][0]] < work.micro_batches:
+            return pending[d][0], now
+        back: Step | None = None
+        for k in sorted(mine[d], reverse=True):
+            if next_b[k] < work.micro_batches:
+                ready = _ready(work, (work.back, k, next_b[k]), done)
+                if ready is not None and ready <= now:
+                    back = (work.back, k, next_b[k])
+                    break
+                later = min(later, ready if ready is not None else later)
+        if back and not (rule.turns and orders[d] and orders[d][-1][0] != F):
+            return back, now
+        for k in sorted(mine[d], reverse=rule.deep):
+            # A micro-batch that is on the device already may always go on, or chunks would block each other.
+            begun = k != mine[d][0]
+            if next_f[k] < work.micro_batches and (begun or flying[d] < rule.limit[d]):
+                ready = _ready(work, (F, k, next_f[k]), done)
+                if ready is not None and ready <= now:
+                    return (F, k, next_f[k]), now
+                later = min(later, ready if ready is not None else later)
+        if back:
+            return back, now
+        return (pending[d][0], now) if pending[d] else (None, later)
+
+    while queue:
+        now, d = heappop(queue)
+        if now < free[d]:
+            continue
+        step, later = choose(d, now)
+        if step is None:
+            if now < later < float("inf"):
+                heappush(queue, (later, d))
+            continue
+        op, k, m = step
+        free[d] = now + work.seconds(step)
+        done[step] = (now, free[d])
+        orders[d].append(step)
+        made += 1
+        if op == F:
+            next_f[k] += 1
+            flying[d] += 1
+        elif op == W:
+            pending[d].pop(0)
+            flying[d] -= 1
+        else:
+            next_b[k] += 1
+            if op == I:
+                pending[d].append((W, k, m))
+            else:
+                flying[d] -= 1
+        heappush(queue, (free[d], d))
+        for other in {work.home[k + 1] if op == F and k < last else d, work.home[k - 1] if op != F and k else d}:
+            if other != d:
+                hop = work.hop(k if op == F else k - 1)
+                heappush(queue, (max(free[d] + hop, free[other]), other))
+    return tuple(map(tuple, orders)) if made == total else None
+
+
+_STEP = re.compile(r"([FBIW])(\d+)\.(\d+)")
+
+
+def parse_steps(text: str) -> tuple[Step, ...]:
+    """`F0.0 F0.1 B0.0 ...`: op, chunk, micro-batch. Raises InputError."""
+    steps = []
+    for word in text.split():
+        match = _STEP.fullmatch(word)
+        if not match:
+            raise InputError(f"{word!r} is not a step; write for example F0.3: forward of chunk 0, micro-batch 3")
+        steps.append((match[1], int(match[2]), int(match[3])))
+    return tuple(steps)
+
+
+def show_steps(steps: tuple[Step, ...]) -> str:
+    """The inverse of `parse_steps`."""
+    return " ".join(f"{op}{k}.{m}" for op, k, m in steps)
+
+
+def stuck(home: tuple[int, ...], micro_batches: int, orders: Orders) -> str | None:
+    """What is missing, doubled, out of place or waits for ever in orders made by hand; None if they are sound."""
+    for d, order in enumerate(orders):
+        found = Counter(order)
+        for step in order:
+            if found[step] > 1:
+                return f"stage {d} does {show_steps((step,))} twice"
+            if step[1] >= len(home) or home[step[1]] != d or step[2] >= micro_batches:
+                return f"stage {d} does {show_steps((step,))}, which is not its own"
+        for k in (k for k, h in enumerate(home) if h == d):
+            for m in range(micro_batches):
+                if (F, k, m) not in found:
+                    return f"stage {d} lacks {show_steps(((F, k, m),))}"
+                whole, halves = (B, k, m) in found, ((I, k, m) in found, (W, k, m) in found)
+                if whole == any(halves) or any(halves) != all(halves):
+                    return f"stage {d} must do either {show_steps(((B, k, m),))} or both of I and W"
+    ones = (1.0,) * len(home)
+    done = timeline(Work(home, micro_batches, ones, ones, ones), orders)
+    for d, order in enumerate(orders):
+        for step in order:
+            if step not in done:
+                return f"the orders wait for each other: stage {d} never gets to {show_steps((step,))}"
+    return None

@@ -1,0 +1,169 @@
+"""Pipeline schedules: in which order every device does the forwards and backwards of its chunks. Nothing else.
+
+A *chunk* is one block range of the chain, `home[k]` the stage (devices) that computes chunk k. A schedule takes the
+homes and the number of micro-batches, and returns for each stage its steps (op, chunk, micro-batch). Passes add
+communication, recompute, sharding and the optimizer (`lower`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from itertools import product
+from typing import NamedTuple
+
+from mixfleet.schedule.greedy import B, F, Orders, Rule, Step, Work, greedy, makespan
+
+Homes = tuple[int, ...]
+
+
+def straight(stages: int) -> Homes:
+    """One chunk per stage."""
+    return tuple(range(stages))
+
+
+def loops(stages: int, rounds: int) -> Homes:
+    """The chain goes round the stages: 0 1 2 0 1 2."""
+    return tuple(range(stages)) * rounds
+
+
+def waves(stages: int, rounds: int) -> Homes:
+    """The chain goes there and back: 0 1 2 2 1 0 (a V), and again for more rounds. `rounds` counts single passes."""
+    there = tuple(range(stages))
+    return sum((there if r % 2 == 0 else there[::-1] for r in range(rounds)), ())
+
+
+def gpipe(home: Homes, micro_batches: int) -> Orders:
+    """All forwards, then all backwards (Huang et al., 2019). Holds every micro-batch."""
+    ms = range(micro_batches)
+    return tuple((*((F, k, m) for m in ms), *((B, k, m) for m in ms)) for k in home)
+
+
+def one_f_one_b(home: Homes, micro_batches: int) -> Orders:
+    """Warm up, alternate, drain (PipeDream-Flush, DAPPLE's early backward). Stage i holds min(p - i, m)."""
+    orders = []
+    for k in home:
+        warm = min(len(home) - k - 1, micro_batches)
+        steps: list[Step] = [(F, k, m) for m in range(warm)]
+        for m in range(micro_batches):
+            steps += [(F, k, m + warm)] if m + warm < micro_batches else []
+            steps.append((B, k, m))
+        orders.append(tuple(steps))
+    return tuple(orders)
+
+
+def _rounds(home: Homes) -> tuple[int, int]:
+    stages = max(home) + 1
+    return stages, len(home) // stages
+
+
+def interleaved(home: Homes, micro_batches: int) -> Orders:
+    """1F1B over chunks, in groups of p micro-batches (Narayanan et al., 2021): bubble (p - 1) / (v m)."""
+    stages, rounds = _rounds(home)
+    total = micro_batches * rounds
+
+    def step(i: int, device: int, op: str) -> Step:
+        group, rest = divmod(i, stages * rounds)
+        turn, m = divmod(rest, stages)
+        turn = turn if op == F else rounds - 1 - turn
+        return op, turn * stages + device, group * stages + m
+
+    orders = []
+    for d in range(stages):
+        warm = min(total, (stages - d - 1) * 2 + (rounds - 1) * stages)
+        steps = [step(i, d, F) for i in range(warm)]
+        for i in range(total):
+            steps += [step(i + warm, d, F)] if i + warm < total else []
+            steps.append(step(i, d, B))
+        orders.append(tuple(steps))
+    return tuple(orders)
+
+
+def looped_bfs(home: Homes, micro_batches: int) -> Orders:
+    """Every chunk does all micro-batches before the next one begins (Lamy-Poirier, 2023)."""
+    ms = range(micro_batches)
+    chunks = range(len(home))
+    return tuple((*((F, k, m) for k in chunks if home[k] == d for m in ms),
+                  *((B, k, m) for k in reversed(chunks) if home[k] == d for m in ms)) for d in range(max(home) + 1))
+
+
+@cache
+def _listed(home: Homes, micro_batches: int, limit: int, split: bool) -> Orders:
+    """The best of list scheduling with unit times (forward 1, backward 2, halves 1 and 1) and `limit` in flight."""
+    ones = (1.0,) * len(home)
+    work = Work(home, micro_batches, ones, ones if split else (2.0,) * len(home), ones if split else ())
+    while True:
+        found = [orders for rule in product((True, False), (False, True), (True, False) if split else (False,))
+                 if (orders := greedy(work, Rule((limit,) * work.devices, *rule)))]
+        if found:
+            return min(found, key=lambda orders: makespan(work, orders))
+        limit += 1  # too low for the chain to move at all
+
+
+def zb_h1(home: Homes, micro_batches: int) -> Orders:
+    """Zero bubble with the memory of 1F1B: W fills the gaps (Qi et al., 2023)."""
+    return _listed(home, micro_batches, max(home) + 1, True)
+
+
+def zb_h2(home: Homes, micro_batches: int) -> Orders:
+    """Zero bubble with up to 2p - 1 micro-batches in flight (Qi et al., 2023)."""
+    return _listed(home, micro_batches, 2 * max(home) + 1, True)
+
+
+def zb_v(home: Homes, micro_batches: int) -> Orders:
+    """Zero bubble on a V of two chunks per device, with the memory of 1F1B (Qi et al., 2024)."""
+    return _listed(home, micro_batches, 2 * max(home) + 2, True)
+
+
+def wave(home: Homes, micro_batches: int) -> Orders:
+    """Waves down and up the devices, backward first (Hanayo; Liu et al., 2023)."""
+    return _listed(home, micro_batches, len(home), False)
+
+
+class Schedule(NamedTuple):
+    """A named schedule. `rounds` is the least number of chunks per stage; `place` puts chunks on stages."""
+
+    orders: Callable[[Homes, int], Orders]
+    place: Callable[[int, int], Homes]
+    rounds: int = 1
+    most_rounds: int = 1
+    even_rounds: bool = False
+    divides: bool = False
+    """Whether the number of stages must divide that of micro-batches."""
+    splits: bool = False
+    """Whether backward is split into input and weight halves."""
+
+    def why_not(self, home: Homes, micro_batches: int) -> str | None:
+        """Why these chunks or micro-batches do not suit, with what would."""
+        stages = max(home) + 1
+        rounds, rest = divmod(len(home), stages)
+        if rest or not self.rounds <= rounds <= self.most_rounds or (self.even_rounds and rounds % 2):
+            want = f"{self.rounds}" if self.rounds == self.most_rounds else (
+                f"{self.rounds} or more" + (", an even number" if self.even_rounds else ""))
+            return f"wants {want} chunks on each stage; there are {len(home)} chunks on {stages} stages"
+        if home != self.place(stages, rounds):
+            return (f"wants its chunks on stages {', '.join(map(str, self.place(stages, rounds)))} in the order of the "
+                    f"chain; they are on {', '.join(map(str, home))}")
+        if self.divides and micro_batches % stages:
+            low = micro_batches // stages * stages
+            near = f"{low} or {low + stages}" if low else f"{stages}"
+            return f"wants micro-batches in groups of {stages}; there are {micro_batches}, nearest {near}"
+        return None
+
+
+def _straight(stages: int, rounds: int) -> Homes:
+    return straight(stages)
+
+
+_MANY = 1 << 10
+
+SCHEDULES: dict[str, Schedule] = {
+    "gpipe": Schedule(gpipe, _straight),
+    "1f1b": Schedule(one_f_one_b, _straight),
+    "interleaved": Schedule(interleaved, loops, rounds=2, most_rounds=_MANY, divides=True),
+    "looped-bfs": Schedule(looped_bfs, loops, rounds=2, most_rounds=_MANY),
+    "wave": Schedule(wave, waves, rounds=2, most_rounds=_MANY, even_rounds=True),
+    "zb-h1": Schedule(zb_h1, _straight, splits=True),
+    "zb-h2": Schedule(zb_h2, _straight, splits=True),
+    "zb-v": Schedule(zb_v, waves, rounds=2, most_rounds=2, splits=True),
+}
