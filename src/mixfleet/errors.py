@@ -25,4 +25,4 @@ def unknown(kind: str, name: object, known: Iterable[str], *, where: str = "") -
 
 
 class RunError(RuntimeError):
-    """A run that started and could not go on: a worker died, a device ran out of memory. The command line exits with 1."""
+    """A run that started and could not go on: a worker died, a device ran out of memory. The command exits with 1."""
