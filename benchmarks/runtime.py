@@ -1,26 +1,22 @@
 """Throughput of the runtime beside torch DDP and FSDP2, and of a planned uneven split beside DDP's even one.
 
-    python benchmarks/runtime.py [--json]
-
-All contenders train the same model on the same samples in the same processes, in turns, so that whatever else the
-machine does meets all of them; the best round of each counts. Bounds: 1 on equal processes (as fast as the
-hand-written loop), 4/3 where one process owns a core and two share another (6+3+3 of 12 samples against 4+4+4).
+All contenders train the same model on equally many samples in the same processes, in turns, so that whatever else the
+machine does meets all of them; the best turn of each counts. Bounds: 1 on equal processes (as fast as a hand-written
+loop), 4/3 where one process owns a core and two share another (12 + 6 + 6 samples against 8 + 8 + 8).
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from benchmarks import Figure
+
 ROUNDS, STEPS = 5, 3
-TARGETS = {"replicated": 0.9, "sharded": 0.9, "uneven": 1.25}
-BOUNDS = {"replicated": 1.0, "sharded": 1.0, "uneven": 4 / 3}
 FIGURES = {"layers": 6, "hidden": 256, "heads": 4, "vocab": 1024, "max_seq_len": 128}
 
 
@@ -141,24 +137,13 @@ def measure(cores: list[int], shares: list[int], sharded: bool) -> dict[str, flo
     return best
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true")
-    as_json = parser.parse_args().json
+def figures() -> Iterator[Figure]:
     a, b = sorted(os.sched_getaffinity(0))[:2]
-    found = {}
-    for name, cores, shares, sharded in (("replicated", [a, b], [8, 8], False), ("sharded", [a, b], [8, 8], True),
-                                         ("uneven", [a, b, b], [6, 3, 3], False)):
+    for what, cores, shares, sharded, target, bound in (
+            ("throughput beside torch DDP, 2 equal processes", [a, b], [8, 8], False, 0.9, "1"),
+            ("throughput beside FSDP2 fully_shard, 2 equal processes", [a, b], [8, 8], True, 0.9, "1"),
+            ("planned split beside DDP's even one, a core and two halves", [a, b, b], [12, 6, 6], False, 1.25, "4/3")):
         best = measure(cores, shares, sharded)
-        found[name] = {"torch_s": best["torch"], "mixfleet_s": best["mixfleet"],
-                       "ratio": best["torch"] / best["mixfleet"], "target": TARGETS[name], "bound": BOUNDS[name]}
-        if not as_json:
-            row = found[name]
-            print(f"{name:<11} torch {row['torch_s'] * 1e3:8.1f} ms   mixfleet {row['mixfleet_s'] * 1e3:8.1f} ms   "
-                  f"ratio {row['ratio']:.3f}   target {row['target']:.2f}   bound {row['bound']:.3f}")
-    if as_json:
-        print(json.dumps(found, indent=2))
-
-
-if __name__ == "__main__":
-    main()
+        ratio = best["torch"] / best["mixfleet"]
+        yield Figure(what, f"{ratio:.2f} ({best['torch'] * 1e3:.0f} ms beside {best['mixfleet'] * 1e3:.0f} ms)",
+                     f"at least {target} (bound {bound})", ratio >= target)
