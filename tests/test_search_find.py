@@ -182,6 +182,14 @@ def test_more_devices_than_the_model_divides_by_are_named_with_a_use():
     assert "times as much" in result.left_over[0].reason or "bound" in result.left_over[0].reason
 
 
+def test_a_single_device():
+    work, where = job(layers=6, batch=8), cluster([FAST])
+    result = find(work, where)
+    assert result.best.plan.ranks == (0,)
+    assert result.left_over == ()
+    assert 0.5 < result.fraction_of_upper_bound < 1
+
+
 def test_cost_objective_leaves_dear_devices_idle():
     cheap = device("cheap", 40, 80, price_per_hour=1.0)
     dear = device("dear", 60, 80, price_per_hour=40.0)

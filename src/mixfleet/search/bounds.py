@@ -206,6 +206,8 @@ class _Prices:
 
     def _price(self, op: str, u: int) -> Busy:
         layout, cluster, sizes = self._layout, self._tables.cluster, self._tables.job.bytes
+        if layout.irregular:  # collectives bound nothing there
+            return Busy(0.0, {})
         element_bytes = sizes.weight_bytes if op in (GATHER, PUBLISH) else sizes.gradient_bytes
         alone = sum(collective(c.op, self._least(op, u, i, c) * element_bytes, c.ranks, cluster).alone_s
                     for i, c in enumerate(layout.comms(op, u, self._rank)))

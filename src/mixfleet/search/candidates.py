@@ -151,7 +151,7 @@ class Candidates:
     def _too_small(self, team: Team, pieces: Pieces) -> None:
         names = [self.tables.cluster.devices[g[0]].name for g in team.ranks[0]]
         stages = " | ".join(f"{name} tp{len(g)}" if len(g) > 1 else name for name, g in zip(names, team.ranks[0]))
-        self.rejected.add(f"no cut into stages fits the memory of {' and '.join(dict.fromkeys(names))}",
+        self.rejected.add(f"no cut into stages fits the memory of {' and '.join(sorted(set(names)))}",
                           example=f"{team.replicas} x ({stages}), weights, gradients and optimizer state over "
                                   f"{pieces.weights}, {pieces.gradients} and {pieces.optimizer} replicas")
 
