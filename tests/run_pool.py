@@ -57,10 +57,11 @@ def chunked(schedule: str, cuts: tuple[int, ...], *devices: tuple[int, ...], sam
     return Pipeline(stages=tuple(stages), samples=samples, micro_batch=micro_batch, replicas=replicas)
 
 
-def plan(*pipelines: Pipeline, sharding: tuple[int, int, int] = (1, 1, 1), schedule: str = "1f1b") -> Plan:
+def plan(*pipelines: Pipeline, sharding: tuple[int, int, int] = (1, 1, 1), schedule: str = "1f1b",
+         shares: tuple[int, ...] = ()) -> Plan:
     w, g, o = sharding
     return Plan(pipelines=pipelines, schedule=schedule,  # type: ignore[arg-type]
-                sharding=Sharding(weights=w, gradients=g, optimizer=o))
+                sharding=Sharding(weights=w, gradients=g, optimizer=o, shares=shares))
 
 
 class MaskedSource(DecoderSource):

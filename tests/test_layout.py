@@ -115,7 +115,10 @@ def plans(draw: st.DrawFn) -> Plan:
         pipelines.append(toy.pipeline(cuts, tuple(devices), samples=2, tensor=degrees, replicas=replicas))
     n = sum(p.replicas for p in pipelines)
     w, g, o = sorted(draw(st.integers(1, n)) for _ in range(3))
-    return Plan(pipelines=tuple(pipelines), sharding=Sharding(weights=w, gradients=g, optimizer=o))
+    shares = draw(st.just(()) | st.tuples(*[st.sampled_from([0, 1, 1, 2, 3, 7])] * n).filter(sum))
+    plan = Plan(pipelines=tuple(pipelines), sharding=Sharding(weights=w, gradients=g, optimizer=o, shares=shares))
+    empty = any(shares and d > 1 and not sum(shares[k] for k in group) for d in (w, g, o) for group in groups(n, d))
+    return plan.replace(sharding=plan.sharding.replace(shares=())) if empty else plan
 
 
 @settings(max_examples=60, deadline=None)
@@ -204,6 +207,25 @@ def test_nested_degrees_keep_publish_among_those_who_share_a_piece() -> None:
     for rank in range(8):
         (comm,) = layout.comms(PUBLISH, 1, rank)
         assert comm.ranks == (rank % 4, rank % 4 + 4)
+
+
+def test_shares_cut_in_proportion() -> None:
+    """Block 1 has 262 elements; shares of 5, 2 and 0 end at floor(262 * 5 / 7) = 187, and at 262."""
+    plan = toy.data_parallel(3, 3, 3, 3)
+    layout = Layout(plan.replace(sharding=plan.sharding.replace(shares=(5, 2, 0))), toy.model())
+    for kind in ("weights", "gradients", "optimizer"):
+        assert [layout.piece(kind, 1, 0, k) for k in range(3)] == [(0, 187), (187, 262), (262, 262)]
+    assert not layout.needed(PUBLISH, 1)
+    sent = {rank: sum(m.hi - m.lo for m in layout.gather(1) if m.src == rank) for rank in range(3)}
+    assert sent == {0: 2 * 187, 1: 2 * 75, 2: 0}
+
+
+def test_equal_shares_are_no_shares() -> None:
+    plan = toy.data_parallel(4, 2, 2, 4)
+    layout, shared = (Layout(plan.replace(sharding=plan.sharding.replace(shares=s)), toy.model())
+                      for s in ((), (3, 3, 3, 3)))
+    assert not shared.irregular
+    assert layout.moves(PUBLISH, 1) == shared.moves(PUBLISH, 1)
 
 
 def test_groups_of_any_size() -> None:

@@ -74,6 +74,18 @@ CASES = {
         plan(pipe((0, 5), (0, 1, 2), samples=2, micro_batch=1, replicas=3), sharding=(2, 2, 2)), job()),
     "optimizer in threes, weights in twos, of three":
         Case(plan(pipe((0, 5), (0, 1, 2), samples=2, micro_batch=1, replicas=3), sharding=(2, 2, 3)), job(**_CLIP)),
+    "zero-3 of three, shares 5:3:1": Case(
+        plan(pipe((0, 5), (0, 1, 2), samples=2, micro_batch=1, replicas=3), sharding=(3, 3, 3), shares=(5, 3, 1)),
+        job(figures=_GPT2, **_CLIP)),
+    "zero-1, shares 1:4, the fast one holds less":
+        Case(plan(pipe((0, 5), (0,), samples=4, micro_batch=4), pipe((0, 5), (1,), samples=2, micro_batch=2),
+                  sharding=(1, 1, 2), shares=(1, 4)), job(figures=_TIED)),
+    "mics, groups of unequal shares, one rank that holds nothing": Case(
+        plan(pipe((0, 5), (0, 1, 2, 3), samples=3, micro_batch=2, replicas=4), sharding=(2, 2, 2), shares=(3, 1, 0, 2)),
+        job(12, figures=_TIED, **_CLIP)),
+    "weights in twos, gradients and optimizer in fours, unequal shares": Case(
+        plan(pipe((0, 5), (0, 1, 2, 3), samples=2, micro_batch=1, replicas=4), sharding=(2, 4, 4), shares=(3, 1, 5, 2)),
+        job(8, **_CLIP)),
     "zero-3 with tensor 2":
         Case(plan(pipe((0, 5), (0, 1, 2, 3), samples=3, micro_batch=2, tensor=(2,), replicas=2), sharding=(2, 2, 2)),
              job(figures=_QWEN, **_CLIP)),

@@ -21,6 +21,8 @@ CASES = {
     "unequal tensor degrees": plan(pipe((0, 2, 5), (0, 1), (2,), samples=6, micro_batch=3, tensor=(2, 1))),
     "zero-3 in two groups, optimizer over all": plan(
         pipe((0, 5), (0, 1, 2, 3), samples=2, micro_batch=1, replicas=4), sharding=(2, 2, 4)),
+    "zero-3 of three, unequal shares": plan(
+        pipe((0, 5), (0, 1, 2), samples=2, micro_batch=1, replicas=3), sharding=(3, 3, 3), shares=(5, 1, 2)),
     "zero-2 of three": plan(pipe((0, 5), (0, 1, 2), samples=2, micro_batch=1, replicas=3), sharding=(1, 3, 3)),
 }
 

@@ -48,6 +48,12 @@ def test_possible_plans_are_possible() -> None:
           sharding=Sharding(gradients=2, optimizer=2)), "2 and 3 micro-batches"),
     (Plan(pipelines=(toy.pipeline((0, 5), ((0,),), samples=2), toy.pipeline((0, 2, 5), ((1,), (2,)), samples=2)),
           sharding=Sharding(weights=2, gradients=2, optimizer=2)), "block ranges must be equal"),
+    (toy.data_parallel(4, 4, 4, 4).replace(sharding=Sharding(weights=4, gradients=4, optimizer=4, shares=(1, 2))),
+     "shares has 2 numbers; the plan has 4 data-parallel replicas"),
+    (toy.data_parallel(2, 2, 2, 2).replace(sharding=Sharding(weights=2, gradients=2, optimizer=2, shares=(3, -1))),
+     "shares has -1; a share is 0 or more"),
+    (toy.data_parallel(4, 2, 2, 2).replace(sharding=Sharding(weights=2, gradients=2, optimizer=2, shares=(3, 1, 0, 0))),
+     "gives nothing to replicas 2-3"),
 ])
 def test_impossible_plans_say_why(plan: Plan, says: str) -> None:
     assert says in reason(plan)

@@ -111,7 +111,7 @@ class Sharding(Spec, frozen=True, kw_only=True):
     """Into how many pieces each kind of state is cut among the data-parallel replicas.
 
     1/1/1 is DDP, 1/1/n ZeRO-1, 1/n/n ZeRO-2, n/n/n ZeRO-3, p/p/p with p < n MiCS. A degree that does not divide
-    the number of replicas gives groups of unequal size, none smaller than the degree.
+    the number of replicas gives groups of unequal size, none smaller than the degree. See `docs/sharding.md`.
     """
 
     weights: int = 1
@@ -119,6 +119,9 @@ class Sharding(Spec, frozen=True, kw_only=True):
     optimizer: int = 1
     prefetch: int = 1
     """Blocks whose weights are gathered ahead of the one that computes."""
+    shares: tuple[int, ...] = ()
+    """Size of each replica's pieces, in the order of the replicas; only the ratio inside a group counts, and 0 holds
+    nothing. Empty: equal pieces."""
 
 
 class Plan(Spec, frozen=True, kw_only=True, dict=True):
@@ -313,6 +316,7 @@ def _wrong_sharding(plan: Plan) -> Iterator[str]:
             yield (f"sharding.{name} is {degree}, but there is nothing to shard: the plan has one data-parallel replica"
                    if n == 1 else
                    f"sharding.{name} is {degree}; the plan has {n} data-parallel replicas, so at most {n}")
+    yield from _wrong_shares(shard, n)
     if shard.prefetch < 0:
         yield f"sharding.prefetch is {shard.prefetch}; it cannot be negative"
     if not shard.weights <= shard.gradients <= shard.optimizer:
@@ -324,6 +328,21 @@ def _wrong_sharding(plan: Plan) -> Iterator[str]:
         for group in groups(n, degree):
             together = [plan.pipelines[p] for p in dict.fromkeys(plan.replicas[k][0] for k in group)]
             yield from _unlike(together, kind, plan.schedule)
+
+
+def _wrong_shares(shard: Sharding, n: int) -> Iterator[str]:
+    if not shard.shares:
+        return
+    if len(shard.shares) != n:
+        yield (f"sharding.shares has {len(shard.shares)} numbers; the plan has {n} data-parallel "
+               f"replica{'s' if n > 1 else ''}, one number for each")
+        return
+    if min(shard.shares) < 0:
+        yield f"sharding.shares has {min(shard.shares)}; a share is 0 or more"
+    for degree in (shard.weights, shard.gradients, shard.optimizer):
+        for group in groups(n, degree) if 1 < degree <= n else ():
+            if not sum(shard.shares[k] for k in group):
+                yield f"sharding.shares gives nothing to replicas {group[0]}-{group[-1]}, who hold the state together"
 
 
 def _unlike(together: list[Pipeline], kind: str, schedule: ScheduleName) -> Iterator[str]:

@@ -10,7 +10,7 @@ group is analysed once per cluster and only scaled afterwards. See `docs/cost-mo
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from math import ceil, log2
@@ -58,6 +58,16 @@ def send(nbytes: float, a: int, b: int, cluster: Cluster) -> Transfer:
     load = _Load(cluster)
     latency_s = load.hop(a, b, nbytes)
     return load.transfer(latency_s + SEND_S[cluster.devices[a].kind])
+
+
+def exchange(messages: Mapping[tuple[int, int], float], cluster: Cluster) -> Transfer:
+    """Messages of so many bytes from one rank to another, all at once, each sent directly."""
+    load = _Load(cluster)
+    latency_s = max((load.hop(a, b, nbytes) for (a, b), nbytes in messages.items() if nbytes), default=0.0)
+    if not load.bytes:
+        return NOTHING
+    kinds = {cluster.devices[rank].kind for pair in messages for rank in pair}
+    return load.transfer(latency_s + COLLECTIVE_S["cpu" if kinds == {"cpu"} else "gpu"])
 
 
 def collective(op: CollectiveOp, nbytes: float, ranks: Sequence[int], cluster: Cluster,

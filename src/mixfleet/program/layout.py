@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import cache, cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from math import gcd
 from typing import Literal, NamedTuple
 
 from mixfleet.model.spec import Model, Param
@@ -110,7 +111,8 @@ class Layout:
         w, g, o = self._degree.values()
         # Nested degrees are numbered so that a rank's optimizer piece lies inside its gradient piece, and that inside
         # its weight piece: then hop 2 and publish stay among the ranks that share a piece.
-        self._nested = n % o == 0 and o % g == 0 and g % w == 0
+        self._shares = shard.shares if len(set(shard.shares)) > 1 else ()
+        self._nested = n % o == 0 and o % g == 0 and g % w == 0 and not self._shares
         self.piece = cache(self._piece)
         self.columns = cache(self._columns)
         self.comms = cache(self._comms)
@@ -182,22 +184,37 @@ class Layout:
         return {kind: groups(len(self._replicas), d) for kind, d in self._degree.items()}
 
     @cached_property
-    def _index(self) -> dict[Kind, tuple[tuple[int, int], ...]]:
-        """Per replica: (index of its piece, number of pieces in its group)."""
+    def _index(self) -> dict[Kind, tuple[tuple[int, int, int], ...]]:
+        """Per replica: where its piece begins and ends, and where the whole does, in shares of its group."""
         w, g, o = self._degree.values()
-        result: dict[Kind, tuple[tuple[int, int], ...]] = {}
+        result: dict[Kind, tuple[tuple[int, int, int], ...]] = {}
         for kind, members in self._groups.items():
-            index: list[tuple[int, int]] = []
+            index: list[tuple[int, int, int]] = []
             for group in members:
+                if self._shares and len(group) > 1:
+                    ends = [0, *accumulate(self._shares[k] for k in group)]
+                    part = gcd(*ends)
+                    index += [(a // part, b // part, ends[-1] // part) for a, b in pairwise(ends)]
+                    continue
                 for k in group:
                     i = k - group.start
                     if self._nested and kind != "weights":
                         i = (k % w) * (g // w) + (k % g) // w
                         if kind == "optimizer":
                             i = i * (o // g) + (k % o) // g
-                    index.append((i, len(group)))
+                    index.append((i, i + 1, len(group)))
             result[kind] = tuple(index)
         return result
+
+    @property
+    def irregular(self) -> bool:
+        """Whether state moves otherwise than in equal pieces and in one stage: `comms` then only resembles it."""
+        return bool(self._shares)
+
+    def share(self, replica: int) -> tuple[tuple[int, int], ...]:
+        """The part of each kind of state that a replica holds, as fractions, where the parts are unequal."""
+        return tuple((b - a, whole) for a, b, whole in (index[replica] for index in self._index.values())
+                     ) if self._shares else ()
 
     # --- columns and pieces ------------------------------------------------------------------------------------
 
@@ -209,7 +226,7 @@ class Layout:
         degrees = sorted({self.plan.pipelines[p].stages[s].tensor for p, found in enumerate(stages) for s in found})
         spans: dict[tuple[int, ...] | None, list[tuple[int, int]]] = {}
         for tensor in unit.tensors:
-            if tensor.param.split is None:
+            if tensor.param.split is None or degrees == [1]:
                 spans.setdefault(None, []).append((tensor.offset, tensor.offset + tensor.elements))
                 continue
             points = sorted({cut(tensor.rows, t, j)[0] for t in degrees for j in range(t)} | {tensor.rows})
@@ -233,8 +250,9 @@ class Layout:
         """The interval of a column whose state of this kind `replica` holds."""
         if kind == "gradients" and not self._reduces(u):
             return 0, self.columns(u)[column].size
-        index, pieces = self._index[kind][replica]
-        return cut(self.columns(u)[column].size, pieces, index)
+        first, last, whole = self._index[kind][replica]
+        size = self.columns(u)[column].size
+        return size * first // whole, size * last // whole
 
     def held(self, u: int, rank: int) -> tuple[int, ...]:
         """Columns of unit `u` that `rank` computes with."""
@@ -350,12 +368,16 @@ class Layout:
         return [next(k for k in group if self.piece(kind, u, c, k)[0] <= at < self.piece(kind, u, c, k)[1])
                 for group in self._groups[kind]]
 
+    def stages(self, op: str, u: int) -> tuple[tuple[Move, ...], ...]:
+        """The moves of a G, R, Y or P action of unit `u`, over all ranks, in stages that follow each other."""
+        if op in (GATHER, PUBLISH):
+            return (self.gather(u) if op == GATHER else self.publish(u),)
+        reduction = self.reduce(u) if op == REDUCE else self.sync(u)
+        return reduction.sums, reduction.copies
+
     def moves(self, op: str, u: int) -> tuple[Move, ...]:
         """All moves of a G, R, Y or P action of unit `u`, over all ranks."""
-        if op in (GATHER, PUBLISH):
-            return self.gather(u) if op == GATHER else self.publish(u)
-        reduction = self.reduce(u) if op == REDUCE else self.sync(u)
-        return reduction.sums + reduction.copies
+        return tuple(move for stage in self.stages(op, u) for move in stage)
 
     # --- collectives, for pricing ----------------------------------------------------------------------------------
 

@@ -108,7 +108,7 @@ class _Player:
         self._sizes = [pipeline.micro_batches for pipeline in plan.pipelines]
         self._roles = {(role.pipeline, role.stage): role.actions for role in program.roles}
         self._traffic = Traffic(plan, job, cluster, layout)
-        self._pricing = _Pricing(plan, job, cluster, layout, self._traffic)
+        self._pricing = Pricing(plan, job, cluster, layout, self._traffic)
         count, instances, capacities = len(self._traffic.entities), self._traffic.instances, self._traffic.capacities
         self._colours = refine([self._pricing.kind(e) for e in range(count)], instances, capacities) if fold \
             else distinct(count, len(instances), len(capacities))
@@ -236,7 +236,7 @@ class _Flows:
         return self._made[key]
 
 
-class _Pricing:
+class Pricing:
     """Durations of what an entity does by itself."""
 
     def __init__(self, plan: Plan, job: Job, cluster: Cluster, layout: Layout, traffic: Traffic) -> None:
@@ -277,7 +277,8 @@ class _Pricing:
     def kind(self, e: int) -> tuple[object, ...]:
         """Entities of equal kind take equally long for the same action, transfers aside."""
         entity = self._entities[e]
-        return (entity.pipeline, entity.stage, tuple([self._device[r] for r in entity.ranks]), self._group(e))
+        return (entity.pipeline, entity.stage, tuple([self._device[r] for r in entity.ranks]), self._group(e),
+                self._layout.share(entity.replica))
 
     def _rivals(self, e: int) -> list[int]:
         """Entities of the same role with a rank in one of its nodes: their tensor groups talk at the same time."""

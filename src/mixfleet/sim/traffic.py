@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from mixfleet.cluster import Cluster
 from mixfleet.cost.memory import boundary_bytes
-from mixfleet.cost.network import CollectiveOp, Transfer, collective, send
+from mixfleet.cost.network import CollectiveOp, Transfer, collective, exchange, send
 from mixfleet.job import Job
 from mixfleet.model.spec import TensorComm
 from mixfleet.plan import Plan
@@ -134,7 +134,29 @@ class Traffic:
                                     if any(map(stage.holds, blocks)))
                               for pipe in plan.pipelines)
                 for op in (GATHER, REDUCE, SYNC, PUBLISH):
-                    self.phases[op, u] = self._collectives(op, u, hosts) if layout.needed(op, u) else 0
+                    self.phases[op, u] = 0 if not layout.needed(op, u) else self._exchanges(op, u, hosts) \
+                        if layout.irregular else self._collectives(op, u, hosts)
+
+    def _exchanges(self, op: str, unit: int, hosts: tuple[tuple[int, ...], ...]) -> int:
+        """Adds the transfers of one action on units like this one, move by move; returns the number of phases."""
+        element = self._job.bytes.weight_bytes if op in (GATHER, PUBLISH) else self._job.bytes.gradient_bytes
+        stages = [moves for moves in self._layout.stages(op, unit) if moves]
+        together = {e: e for e, entity in enumerate(self.entities) if entity.stage in hosts[entity.pipeline]}
+        for moves in stages:
+            for move in moves:
+                together[_root(together, self._entity_of[move.src])] = _root(together, self._entity_of[move.dst])
+        members: dict[int, list[int]] = {}
+        for e in together:
+            members.setdefault(_root(together, e), []).append(e)
+        for i, moves in enumerate(stages):
+            messages: dict[int, dict[tuple[int, int], float]] = {}
+            for m in moves:
+                sent = messages.setdefault(_root(together, self._entity_of[m.src]), {})
+                sent[m.src, m.dst] = sent.get((m.src, m.dst), 0.0) + (m.hi - m.lo) * element
+            for root, group in members.items():
+                transfer = exchange(messages.get(root, {}), self._cluster)
+                self._add((op, unit, i), group, *self._ports.together([transfer]))
+        return len(stages)
 
     def _collectives(self, op: str, unit: int, hosts: tuple[tuple[int, ...], ...]) -> int:
         """Adds the transfers of one action on units like this one; returns the number of phases."""
