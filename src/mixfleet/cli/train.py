@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
@@ -26,10 +27,19 @@ from mixfleet.errors import InputError
 
 if TYPE_CHECKING:
     from mixfleet.run import TrainResult
+    from mixfleet.run.launch import Enter
     from mixfleet.run.metrics import StepMetrics
     from mixfleet.sim import Prediction
 
 METRICS = "metrics.jsonl"
+
+
+class Seats(NamedTuple):
+    """Where a testbed's ranks run, after how many silent seconds one counts as lost, and who hears of steps."""
+
+    enter: Enter
+    silent_s: float
+    on_step: Callable[[int], None]
 
 
 @click.command()
@@ -45,8 +55,10 @@ METRICS = "metrics.jsonl"
 @click.option("--local", is_flag=True, help="Start all ranks on this machine, though the plan uses several.")
 @click.option("--commands", is_flag=True, help="Print the command to start on each machine, and stop.")
 @json_option
-def train(plan: Path, job: Path | None, cluster: Path | None, steps: int | None, out: Path | None, resume: Path | None,
-          checkpoint_every: int, trace: bool, trace_steps: int, local: bool, commands: bool, as_json: bool) -> None:
+@click.pass_obj
+def train(seats: Seats | None, plan: Path, job: Path | None, cluster: Path | None, steps: int | None,
+          out: Path | None, resume: Path | None, checkpoint_every: int, trace: bool, trace_steps: int, local: bool,
+          commands: bool, as_json: bool) -> None:
     """Train by PLAN: starts local processes, or runs as one of the processes of torchrun."""
     from mixfleet.report import chrome, results
     from mixfleet.run import train as run
@@ -59,7 +71,7 @@ def train(plan: Path, job: Path | None, cluster: Path | None, steps: int | None,
     if trace and not out:
         raise InputError("--trace needs a folder for the traces; give it with --out")
     first = os.environ.get("RANK", "0") == "0"
-    if not local and "RANK" not in os.environ:
+    if not local and not seats and "RANK" not in os.environ:
         _refuse_other_machines(loaded)
     prediction = predict(loaded.plan, loaded.job, loaded.cluster, trace=trace)
     if first and not prediction.fits:
@@ -75,10 +87,13 @@ def train(plan: Path, job: Path | None, cluster: Path | None, steps: int | None,
                 reporters.append(stack.enter_context(Reporter(path, last, first_step=report.step - 1)))
             reporters[0].step(report)
             seconds.append(report.seconds)
+            if seats:
+                seats.on_step(report.step)
 
         result = run(loaded.plan, loaded.job, loaded.cluster, steps=last, out_dir=out or "", resume=resume or "",
                      checkpoint_every=checkpoint_every, trace_steps=trace_steps if trace else 0,
-                     base=loaded.job_path.parent, on_step=on_step)
+                     base=loaded.job_path.parent, on_step=on_step,
+                     enter=seats.enter if seats else None, silent_s=seats.silent_s if seats else 0.0)
     if result is None:
         return
     if out and result.trace and prediction.trace:

@@ -9,9 +9,10 @@ import shlex
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
 
 _GRACE_S = 1.0
 """How long to collect failures after the first: the cause may arrive after its consequences."""
+_PULSE_S = 0.5
+
+Enter = Callable[[int], None]
+"""Called with a rank in that rank's process, before anything else; must pickle."""
 
 
 class Options(Spec, frozen=True, kw_only=True):
@@ -90,13 +95,15 @@ class TrainError(RunError):
 
 def train(plan: Plan, job: Job, cluster: Cluster, *, steps: int | None = None, out_dir: Path | str = "",
           resume: Path | str = "", checkpoint_every: int = 0, keep: int = 2, trace_steps: int = 0,
-          base: Path | str = "", source: Source | None = None, on_step: Callable[[StepMetrics], None] | None = None
-          ) -> TrainResult | None:
+          base: Path | str = "", source: Source | None = None, on_step: Callable[[StepMetrics], None] | None = None,
+          enter: Enter | None = None, silent_s: float = 0.0) -> TrainResult | None:
     """Train by a plan: with local processes, one per device of the plan, or as one process under `torchrun`.
 
     `steps` is the step to end at, by default the job's. `base` is the directory of a relative `data.path`. `on_step`
     is called after every step, in the calling process (under torchrun, on the first rank). SIGINT and SIGTERM end
-    the run after the step under way, with a checkpoint if there is an `out_dir`.
+    the run after the step under way, with a checkpoint if there is an `out_dir`. `enter` is called first in every
+    local rank's process, with its rank, to take it where it belongs. A local rank that gives no sign of life for
+    `silent_s` seconds counts as failed; 0 waits for ever.
     Returns None on all ranks of torchrun but the first. Raises InputError, and TrainError if a rank fails or dies.
     """
     reason = why_not(plan, job, cluster)
@@ -109,8 +116,10 @@ def train(plan: Plan, job: Job, cluster: Cluster, *, steps: int | None = None, o
             Path(out_dir).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InputError(f"cannot be made: {error.strerror}", where=str(out_dir)) from None
-    run = _under_torchrun if "RANK" in os.environ and "WORLD_SIZE" in os.environ else _locally
-    return run(plan, job, cluster, source, Path(base), options, _Listener(options, on_step))
+    listener = _Listener(options, on_step)
+    if enter is None and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return _under_torchrun(plan, job, cluster, source, Path(base), options, listener)
+    return _Local(plan, job, cluster, source, Path(base), options, listener, enter, silent_s).run()
 
 
 class _Listener:
@@ -175,9 +184,12 @@ def _under_torchrun(plan: Plan, job: Job, cluster: Cluster, source: Source | Non
 
 
 def _child(plan: Plan, job: Job, cluster: Cluster, source: Source | None, base: Path, options: Options, process: int,
-           init_method: str, pipe: Any) -> None:
+           enter: Enter | None, init_method: str, pipe: Any) -> None:
     """A local rank. The affinity comes first: torch counts its threads by it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    pipe = _Pipe(pipe)
+    if enter:
+        enter(plan.ranks[process])
     cores = cluster.devices[plan.ranks[process]].cores
     if cores and hasattr(os, "sched_setaffinity"):
         allowed = set(cores) & os.sched_getaffinity(0)
@@ -187,6 +199,7 @@ def _child(plan: Plan, job: Job, cluster: Cluster, source: Source | None, base: 
     os.environ.setdefault("OMP_NUM_THREADS", str(len(cores) or 1))
     from mixfleet.run import worker
 
+    threading.Thread(target=pipe.pulse, daemon=True).start()
     try:
         pipe.send(worker.run(plan, job, cluster, _source(source, job, base), options, process, pipe.send,
                              init_method=init_method, local=True))
@@ -196,13 +209,36 @@ def _child(plan: Plan, job: Job, cluster: Cluster, source: Source | None, base: 
         os._exit(1)
 
 
+class _Pipe:
+    """A rank's way to its parent, for several threads; None says no more than that the rank lives."""
+
+    def __init__(self, pipe: Any) -> None:
+        self._pipe, self._lock = pipe, threading.Lock()
+
+    def send(self, message: Any) -> None:
+        with self._lock:
+            self._pipe.send(message)
+
+    def pulse(self) -> None:
+        with suppress(OSError):
+            while True:
+                self.send(None)
+                time.sleep(_PULSE_S)
+
+    def close(self) -> None:
+        with self._lock:
+            self._pipe.close()
+
+
 class _Local:
     """Local ranks and their parent, which watches them: the first failure ends the run, with one message."""
 
     def __init__(self, plan: Plan, job: Job, cluster: Cluster, source: Source | None, base: Path, options: Options,
-                 listener: _Listener) -> None:
+                 listener: _Listener, enter: Enter | None, silent_s: float) -> None:
         self.plan, self.cluster, self.options, self._listener = plan, cluster, options, listener
         self._arguments = plan, job, cluster, source, base, options
+        self._enter, self._silent_s = enter, silent_s
+        self._heard: dict[int, float] = {}
         self._processes: list[Any] = []
         self._pipes: dict[Any, int] = {}
         self._failures: list[Failure] = []
@@ -216,7 +252,7 @@ class _Local:
                 for process in range(len(self.plan.ranks)):
                     here, there = context.Pipe(duplex=False)
                     child = context.Process(target=_child, daemon=True, args=(
-                        *self._arguments, process, f"file://{directory}/rendezvous", there))
+                        *self._arguments, process, self._enter, f"file://{directory}/rendezvous", there))
                     child.start()
                     there.close()
                     self._processes.append(child)
@@ -261,9 +297,12 @@ class _Local:
         deadline: float | None = None
         while sentinels or self._pipes:
             timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if timeout is None and self._silent_s:
+                timeout = _PULSE_S
             ready = multiprocessing.connection.wait([*sentinels, *self._pipes], timeout)
             if not ready and deadline is not None:
                 return
+            self._miss(set(sentinels.values()))
             for item in ready:
                 if item in self._pipes:
                     self._hear(item)
@@ -276,9 +315,19 @@ class _Local:
             if (self._failures or self._dead) and deadline is None:
                 deadline = time.monotonic() + _GRACE_S
 
+    def _miss(self, running: set[int]) -> None:
+        """A rank that was heard once and is silent for too long has failed."""
+        now = time.monotonic()
+        for process in running if self._silent_s else ():
+            if now - self._heard.get(process, now) > self._silent_s:
+                del self._heard[process]
+                self._failures.append(Failure(rank=self.plan.ranks[process], details="", bad_input=False,
+                                              secondary=False, message=f"has not answered for {self._silent_s:g} s"))
+
     def _hear(self, pipe: Any) -> None:
         try:
             message = pipe.recv()
+            self._heard[self._pipes[pipe]] = time.monotonic()
         except (EOFError, OSError):
             del self._pipes[pipe]
             return
@@ -305,8 +354,3 @@ class _Local:
         saved = self._listener.checkpoint
         after = f"The last checkpoint is {saved}" if saved else "There is no checkpoint yet"
         return TrainError(f"{what}, after step {self._listener.step}; the other ranks were stopped. {after}.", details)
-
-
-def _locally(plan: Plan, job: Job, cluster: Cluster, source: Source | None, base: Path, options: Options,
-             listener: _Listener) -> TrainResult:
-    return _Local(plan, job, cluster, source, base, options, listener).run()
