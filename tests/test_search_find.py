@@ -214,3 +214,20 @@ def test_progress_tells_of_better_plans():
     assert lines
     assert "simulated" in lines[-1]
     assert result.simulated >= len(lines)
+
+
+def test_state_in_proportion_to_memory_where_equal_pieces_do_not_fit():
+    """H2: two large devices and two small ones, on which a quarter of the state lacks room."""
+    large, small = device("large", 50, 3.0), device("small", 50, 2.1)
+    work, where = job(layers=16, batch=8, hidden=1024, seq_len=1024), cluster([large] * 2 + [small] * 2, fast_link=3e12)
+    result = find(work, where, limits=Limits(devices=1))
+    best = result.plans[0]
+    assert best.prediction.fits
+    assert set(best.plan.ranks) == {0, 1, 2, 3}
+    a, b, c, d = best.plan.sharding.shares
+    assert a == b > 2 * c == 2 * d > 0
+    even = best.plan.replace(sharding=best.plan.sharding.replace(shares=()))
+    assert [use.fits for use in predict(even, work, where).devices] == [True, True, False, False]
+    text = next(line for line in result.why if line.startswith("pieces of state in proportion"))
+    assert "on small (rank 2) and strand" in text
+    assert text.endswith("on 2 other devices")

@@ -20,10 +20,13 @@ from mixfleet.search.partition import Matrix, partition
 from mixfleet.search.result import Rejected
 from mixfleet.search.space import Class, Shape, Team, micro_batch_sizes, sharding_families, teams
 from mixfleet.search.tables import MODES, Pieces, Tables
+from mixfleet.search.uneven import parts, shares
 
 BEAM, KEPT = 48, 12
 """Teams of a set of classes whose stages are worked out, and those kept for each way of sharding (by the number of
 classes, since sets are combined)."""
+UNEVEN = 8
+"""A replica may hold this much less than an equal piece of the state."""
 
 
 class Fit(NamedTuple):
@@ -108,6 +111,9 @@ class Candidates:
                 everyone = max(team.replicas, round(team.replicas / part))
                 pieces = Pieces(*(everyone if s else 1 for s in sharded))
                 fits = [f for m in (1, 2, 4) if (f := self.fit(team, m, pieces, share(team)))]
+                if not fits and all(sharded) and team.stages == 1 and part < 1:  # others may hold more than their part
+                    generous = Pieces(*[UNEVEN * everyone for _ in range(3)])
+                    fits = [f for m in (1, 2, 4) if (f := self.fit(team, m, generous, share(team)))]
                 if fits:
                     seconds = min(f.step_s(share(team)) for f in fits)
                     rated.append((seconds / (share(team) * team.replicas), order, team))
@@ -197,11 +203,18 @@ class Candidates:
             self.rejected.add("weights sharded over pipelines with unequal stages")
             return []
         options = []
-        for team in shape:
+        # No larger micro-batch than 1 needs less.
+        small = next((t for t in shape if not self.fit(t, 1, pieces, batch // t.replicas)), None)
+        portions = parts(self.tables, shape, sharding) if small else None
+        held = [Pieces.portion(sharding, part) for part in portions] if portions else [pieces] * len(shape)
+        if portions:
+            sharding = sharding.replace(shares=shares(shape, portions))
+            small = next((t for t, p in zip(shape, held) if not self.fit(t, 1, p, batch // t.replicas)), None)
+        if small:
+            self._too_small(small, pieces)
+            return []
+        for team, pieces in zip(shape, held):
             share = batch // team.replicas
-            if not self.fit(team, 1, pieces, share):  # no larger micro-batch needs less
-                self._too_small(team, pieces)
-                return []
             sizes = self._sizes(team, min(share, max(1, batch // replicas * 4)), fine=joint)
             options.append([f for m in sizes if (f := self.fit(team, m, pieces, share))])
         if joint:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 
 from mixfleet.job import Job
 from mixfleet.plan import Pipeline, Plan, Sharding
@@ -12,6 +13,7 @@ from mixfleet.search.miss import nearest_miss
 from mixfleet.search.result import Alternative, LeftOver, Ranked, SearchResult
 from mixfleet.search.space import Team, shapes, tensor_degrees
 from mixfleet.search.tables import Pieces
+from mixfleet.search.uneven import stranded
 from mixfleet.sim import Prediction, predict
 from mixfleet.units import show_seconds
 
@@ -74,6 +76,11 @@ def _names(search: Search, ranks: Iterable[int]) -> str:
 
 
 def _sharding(plan: Plan) -> str:
+    shares = plan.sharding.shares
+    return f"{_degrees(plan)}, shares {':'.join(f'{s}' for s, _ in groupby(shares))}" if shares else _degrees(plan)
+
+
+def _degrees(plan: Plan) -> str:
     shard, n = plan.sharding, len(plan.replicas)
     w, g, o = shard.weights, shard.gradients, shard.optimizer
     if n == 1:
@@ -120,6 +127,9 @@ def _why(search: Search, plans: Sequence[Ranked], others: Sequence[Judged], uppe
         yield f"the runner-up, {other_plan.summary}, takes {other_plan.relative:.3f} times as much" + (
             f", {gap}" if gap else "")
     yield from _shares(search, best.plan)
+    if best.plan.sharding.shares:
+        even = best.plan.replace(sharding=best.plan.sharding.replace(shares=()))
+        yield from stranded(best.plan, predict(even, search.job, search.cluster, sent=False))
 
 
 def _shares(search: Search, plan: Plan) -> Iterable[str]:

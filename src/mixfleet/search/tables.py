@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -29,17 +30,24 @@ MODES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
 class Pieces(NamedTuple):
-    """Fewest replicas that share each kind of state: a rank holds one part in that many."""
+    """Fewest replicas that share each kind of state: a rank holds one part in that many, which need not be whole."""
 
-    weights: int
-    gradients: int
-    optimizer: int
+    weights: float
+    gradients: float
+    optimizer: float
     prefetch: int = 1
 
     @staticmethod
     def of(sharding: Sharding, replicas: int) -> Pieces:
         """Groups are as even as can be; the smallest one holds the largest pieces."""
         w, g, o = (min(len(members) for members in groups(replicas, min(degree, replicas)))
+                   for degree in (sharding.weights, sharding.gradients, sharding.optimizer))
+        return Pieces(w, g, o, sharding.prefetch)
+
+    @staticmethod
+    def portion(sharding: Sharding, part: float) -> Pieces:
+        """For a replica that holds this part of all that is sharded."""
+        w, g, o = (1 / part if degree > 1 and part else inf if degree > 1 else 1.0
                    for degree in (sharding.weights, sharding.gradients, sharding.optimizer))
         return Pieces(w, g, o, sharding.prefetch)
 
