@@ -12,15 +12,19 @@ from collections.abc import Sequence
 
 import click
 
+from mixfleet.cli.calibrate import calibrate
 from mixfleet.cli.compare import compare
 from mixfleet.cli.discover import discover
 from mixfleet.cli.plan import plan
 from mixfleet.cli.predict import predict
 from mixfleet.cli.show import show
+from mixfleet.cli.testbed import testbed
 from mixfleet.cli.train import train
+from mixfleet.cli.validate import validate
 from mixfleet.errors import InputError, RunError
 
-_EXTRAS = {"torch": "run", "safetensors": "run", "psutil": "run", "pynvml": "gpu"}
+_EXTRAS = {"torch": "run", "safetensors": "run", "psutil": "run", "pynvml": "gpu", "catboost": "fit", "pandas": "fit",
+           "pyarrow": "fit"}
 
 
 def _version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
@@ -42,10 +46,11 @@ def cli() -> None:
     mixfleet predict plan.yaml                      step time, memory and cost of any plan
     mixfleet train plan.yaml --out run --trace      train by it
     mixfleet compare run                            where was the prediction wrong?
+    mixfleet validate gemm.parquet                  how far are kernel predictions from measured times?
     """
 
 
-for _command in (discover, show, predict, plan, train, compare):
+for _command in (discover, show, predict, plan, train, compare, validate, calibrate, testbed):
     cli.add_command(_command)
 
 

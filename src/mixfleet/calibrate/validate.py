@@ -1,0 +1,174 @@
+"""Predictions against a file of measurements: `mixfleet validate FILE`.
+
+A kind of file is an entry of `READERS`: a test on its column names, and a function that gives a `Result` per row set.
+Files of kernel times are here; others (published training results) register themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mixfleet.calibrate.tables import COMMON, read
+from mixfleet.cost import query
+from mixfleet.errors import InputError
+
+
+class Row(NamedTuple):
+    """One row of the file, predicted."""
+
+    where: int
+    """Row of the file, from 0, headers not counted."""
+    source: str
+    device: str
+    what: str
+    measured_s: float
+    predicted_s: float
+    low_s: float
+    high_s: float
+    ceiling_s: float
+    binds: str
+
+
+class Summary(NamedTuple):
+    """Errors of the rows of one source and device; None of all of them."""
+
+    source: str
+    device: str
+    rows: int
+    median_ape: float
+    mean_ape: float
+    bias: float
+    """Mean of predicted / measured - 1."""
+    p90_ape: float
+    covered: float
+    """Part of the rows whose measurement lies within the 10-90 % interval."""
+
+
+class Result(NamedTuple):
+    """What a file of measurements says about the predictions."""
+
+    file: str
+    rows: tuple[Row, ...]
+    not_expressible: dict[str, int]
+    summaries: tuple[Summary, ...]
+    total: Summary | None
+
+
+class Reader(NamedTuple):
+    """How to validate one kind of file."""
+
+    matches: Callable[[frozenset[str]], bool]
+    """Whether column names are of this kind."""
+    validate: Callable[[Path], Result]
+
+
+def validate(path: Path) -> Result:
+    """Predict every row that can be. InputError names the file and what it lacks."""
+    columns = _columns(path)
+    for reader in READERS:
+        if reader.matches(columns):
+            return reader.validate(path)
+    return kernels(path)
+
+
+def _columns(path: Path) -> frozenset[str]:
+    if not path.exists():
+        raise InputError("there is no such file", where=str(path))
+    try:
+        if path.suffix == ".parquet":
+            from pyarrow import parquet
+
+            return frozenset(parquet.read_schema(path).names)
+        import pandas
+
+        return frozenset(pandas.read_csv(path, nrows=0).columns)
+    except (ValueError, OSError) as error:
+        raise InputError(f"not a table: {error}; give a .parquet, .csv or .csv.gz file", where=str(path)) from None
+
+
+def kernels(path: Path) -> Result:
+    """A file of kernel times in the format of the measured data."""
+    table = read(path)
+    assert table is not None
+    if not len(table.time_s):
+        return result(path, [], table.skipped)
+    times = query.predict(table.kind, table.columns, table.devices, emulate=True)
+    what = [f"{op} {dtype}" for op, dtype in zip(table.columns["op"], table.columns["dtype"])]
+    rows = [Row(*row) for row in zip(table.where.tolist(), table.columns["source"], table.columns["gpu"], what,
+                                     table.time_s.tolist(), times.time_s.tolist(), times.low_s.tolist(),
+                                     times.high_s.tolist(), times.ceiling_s.tolist(), times.binds)]
+    return result(path, rows, table.skipped)
+
+
+def result(path: Path, rows: list[Row], skipped: dict[str, int]) -> Result:
+    """Rows with their summaries by source and device, and over all."""
+    if not rows:
+        return Result(str(path), (), skipped, (), None)
+    measured, predicted, low, high = (np.array([getattr(r, f) for r in rows])
+                                      for f in ("measured_s", "predicted_s", "low_s", "high_s"))
+    keys = [(r.source, r.device) for r in rows]
+    code = {key: i for i, key in enumerate(sorted(set(keys)))}
+    which = np.array([code[key] for key in keys])
+    error = predicted / measured - 1
+    inside = (measured >= low) & (measured <= high)
+
+    def summary(source: str, device: str, at: NDArray[Any]) -> Summary:
+        ape = np.abs(error[at])
+        return Summary(source, device, int(at.sum()), float(np.median(ape)), float(ape.mean()), float(error[at].mean()),
+                       float(np.quantile(ape, 0.9)), float(inside[at].mean()))
+
+    return Result(str(path), tuple(rows), skipped, tuple(summary(*key, which == i) for key, i in code.items()),
+                  summary("all", "all", np.ones(len(rows), bool)))
+
+
+def write_rows(found: Result, path: Path) -> None:
+    """One line per predicted row, as CSV."""
+    import csv
+
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(Row._fields)
+        writer.writerows(found.rows)
+
+
+def plot(found: Result, path: Path, *, most: int = 4000) -> None:
+    """Predicted against measured seconds as an SVG, both on logarithmic axes; at most `most` points, evenly drawn."""
+    rows = found.rows[::max(1, len(found.rows) // most)]
+    if not rows:
+        raise InputError("no row could be predicted, so there is nothing to plot", where=found.file)
+    xy = np.log10(np.array([[r.measured_s, r.predicted_s] for r in rows]))
+    low, high = np.floor(xy.min()), np.ceil(xy.max())
+    size, pad = 520, 60
+
+    def at(value: float) -> float:
+        return float(pad + (value - low) / max(high - low, 1) * size)
+
+    side = size + 2 * pad
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{side}" height="{side}" font-family="sans-serif" '
+             'font-size="12"><rect width="100%" height="100%" fill="white"/>',
+             f'<line x1="{at(low)}" y1="{side - at(low)}" x2="{at(high)}" y2="{side - at(high)}" stroke="#999"/>']
+    for tick in np.arange(low, high + 1):
+        label = f"1e{int(tick)} s"
+        parts.append(f'<text x="{at(tick)}" y="{side - pad / 2}" text-anchor="middle">{label}</text>'
+                     f'<text x="{pad / 2}" y="{side - at(tick)}" text-anchor="middle">{label}</text>')
+    parts += [f'<circle cx="{at(x):.1f}" cy="{side - at(y):.1f}" r="1.6" fill="#1f77b4" fill-opacity="0.4"/>'
+              for x, y in xy]
+    parts.append(f'<text x="{side / 2}" y="{side - 8}" text-anchor="middle">measured</text>'
+                 f'<text x="{side / 2}" y="20" text-anchor="middle">predicted</text></svg>')
+    path.write_text("\n".join(parts), encoding="utf-8")
+
+
+def _published(path: Path) -> Result:
+    from mixfleet.calibrate import published
+
+    return published.validate(path)
+
+
+READERS: list[Reader] = [Reader(lambda columns: columns.issuperset(("id", "metric", "value")), _published),
+                         Reader(lambda columns: columns.issuperset(COMMON), kernels)]
+"""First match wins; modules of other kinds append theirs."""

@@ -1,0 +1,301 @@
+"""How far kernels stay from their analytical bound: a small learned layer over `cost.demand`, evaluated with numpy.
+
+A kernel's bound is what its busiest SM needs, plus a floor (launch and the host, where that was timed along). The
+learned layer predicts log(time / bound) from the ratios of the pipelines' seconds to the bound, from shape and from
+words (library, type, architecture), with boosted oblivious trees. No device is an input: one enters through its rates
+and three effective factors (chip, DRAM, floor), fitted where it was measured and else averaged over its relatives.
+`mixfleet calibrate fit` writes the coefficients; `docs/cost-model.md` explains them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from mixfleet.cluster import Device
+from mixfleet.cost.demand import DRAM, PIPES, TENSOR, Array, Demand, Machine
+from mixfleet.errors import InputError
+from mixfleet.spec import Spec
+
+VERSION = 1
+"""Of the meaning of features and coefficients; a file of another version is refused."""
+FILE = "kernels.npz"
+FALLBACK_EFFICIENCY = 0.6
+"""Of the bound, far outside the data: about the median of large kernels in it."""
+FALLBACK_RANGE = (0.6, 2.0)
+"""Low and high time there, as factors."""
+MARGIN = 1.5
+"""How far outside the fitted range of log(bound) and log(shape) still counts as inside: a factor of 4.5."""
+FEW_ROWS = 64
+BLOCK_ROWS = 16384
+"""Rows evaluated together, so that the columns in use stay in cache."""
+_TINY_S = 1e-12
+KEPT = 0.6
+"""Of the cache, what the operands of the last repetition find; the rest is lost to conflicts and results."""
+ON_CHIP = [i for i in range(len(PIPES)) if i != DRAM]
+
+
+class Relatives(NamedTuple):
+    """What a device is like, to find its relatives: architecture, generation, vendor, power per SM and clock."""
+
+    arch: str
+    generation: str
+    vendor: str
+    log_power: float
+
+    @staticmethod
+    def of(device: Device) -> Relatives:
+        watts = device.power_w / (device.vector_flops / 1e12) if device.power_w else 8.0
+        return Relatives(device.arch, (device.arch.split() or [""])[0], device.vendor, float(np.log(watts)))
+
+    def weight(self, other: Relatives) -> float:
+        """How much the other one's factors say about this one's: 1 for the same chip at the same power."""
+        kin = 1.0 if self.arch == other.arch else 0.3 if self.generation == other.generation else (
+            0.05 if self.vendor == other.vendor else 0.01)
+        return kin * float(np.exp(-2 * abs(self.log_power - other.log_power)))
+
+
+class Factors(Spec, frozen=True, kw_only=True):
+    """Effective factors of one device for one kind of kernel, and a last factor on its times (1 unless adapted)."""
+
+    chip: dict[str, float] = {}
+    """Of the nominal rate, by the type that the tensor units run."""
+    dram: float = 1.0
+    floor_s: dict[str, float] = {}
+    """By what ran and how it was timed: `source backend dtype`, or `source` alone."""
+    times: float = 1.0
+
+
+class Group(Spec, frozen=True, kw_only=True):
+    """Coefficients of one kind of kernel but for its trees' arrays."""
+
+    names: tuple[str, ...]
+    words: tuple[str, ...]
+    factors: dict[str, Factors]
+    default: str
+    """`source backend` of a query that names none."""
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+    """Fitted range of log(bound) and of the logarithm of each shape column."""
+    edges: tuple[float, ...]
+    """Of log(bound / floor): the bins of the intervals."""
+    known: tuple[tuple[float, float], ...]
+    unknown: tuple[tuple[float, float], ...]
+    """Per bin the 10 % and 90 % quantile of log(measured / predicted), for devices in the data and others."""
+
+
+class Forest(NamedTuple):
+    """Oblivious trees: all nodes of a level ask the same question, so a leaf is a number of `depth` bits."""
+
+    feature: NDArray[np.int16]
+    """[trees, depth]"""
+    border: NDArray[np.uint8]
+    """[trees, depth]: the answer is `bin > border`."""
+    leaves: NDArray[np.float32]
+    """[trees, 2**depth]"""
+    borders: tuple[NDArray[np.float32], ...]
+    """Per feature: ascending; the bin of a value is the number of them below it."""
+    bias: float
+
+    def predict(self, x: NDArray[np.float32]) -> Array:
+        """[rows, features] to [rows]. Few rows are evaluated over all trees at once, many tree by tree."""
+        if len(x) <= FEW_ROWS:
+            bins = np.stack([np.searchsorted(b, x[:, f]) for f, b in enumerate(self.borders)], 1)
+            bits = (bins[:, self.feature] > self.border) << np.arange(self.feature.shape[1])
+            values = self.leaves[np.arange(len(self.leaves)), bits.sum(axis=2)]
+            return np.asarray(values.sum(axis=1, dtype=np.float64) + self.bias)
+        out = np.empty(len(x))
+        for at in range(0, len(x), BLOCK_ROWS):
+            part = x[at:at + BLOCK_ROWS]
+            used = {int(f): np.searchsorted(self.borders[f], part[:, f]).astype(np.uint8)
+                    for f in np.unique(self.feature)}
+            total, value = np.full(len(part), self.bias, np.float32), np.empty(len(part), np.float32)
+            answer, leaf, index = np.empty(len(part), bool), np.empty(len(part), np.uint8), np.empty(len(part), np.intp)
+            bit = answer.view(np.uint8)
+            for feature, border, leaves in zip(self.feature[:, ::-1].tolist(), self.border[:, ::-1], self.leaves):
+                leaf[:] = 0
+                for f, b in zip(feature, border):
+                    np.greater(used[f], b, out=answer)
+                    np.add(leaf, leaf, out=leaf)
+                    np.bitwise_or(leaf, bit, out=leaf)
+                index[:] = leaf
+                np.take(leaves, index, out=value, mode="clip")
+                np.add(total, value, out=total)
+            out[at:at + BLOCK_ROWS] = total
+        return out
+
+
+class Inputs(NamedTuple):
+    """Kernels ready for the learned layer."""
+
+    demand: Demand
+    machine: Machine
+    """With effective rates."""
+    floor_s: Array
+    bound_s: Array
+    features: NDArray[np.float32]
+    names: tuple[str, ...]
+
+
+_SPLIT = re.compile(r"[^a-z0-9]+")
+
+
+def words_of(text: str) -> set[str]:
+    """The lower-case words and numbers of a text."""
+    return {w for w in _SPLIT.split(text.lower()) if w}
+
+
+def flags(texts: Sequence[str], which: NDArray[np.intp], vocabulary: Sequence[str]) -> NDArray[np.float32]:
+    """[rows, words]: 1 where text `which[row]` has the word."""
+    table = np.zeros((len(texts), len(vocabulary)), np.float32)
+    for i, text in enumerate(texts):
+        have = words_of(text)
+        table[i] = [word in have for word in vocabulary]
+    return table[which]
+
+
+def warm_s(d: Demand, m: Machine) -> Array:
+    """[rows]: DRAM seconds of a kernel repeated in a loop, as measurements are: what fits in the cache stays there."""
+    nbytes, kept = d.total[:, DRAM], KEPT * m.cache_bytes
+    return np.asarray(nbytes / m.rates[:, DRAM] * nbytes**2 / (nbytes**2 + kept**2))
+
+
+def bound_s(d: Demand, m: Machine, floor_s: Array) -> Array:
+    """[rows]: the floor, and the slowest of the warm pipelines and of what the busiest SM needs under the best tile."""
+    total, busiest = d.total_s(m), d.busiest_s(m)
+    busy = d.more["tiled_s"] if "tiled_s" in d.more else busiest[:, ON_CHIP].max(axis=1)
+    return np.asarray(floor_s + np.maximum(np.maximum(total[:, ON_CHIP].max(axis=1), busy), warm_s(d, m)))
+
+
+def features(d: Demand, m: Machine, floor_s: Array, shape: Mapping[str, Array]) -> tuple[dict[str, Array], Array]:
+    """Named features besides the words, and the bound."""
+    bound = bound_s(d, m, floor_s)
+    total, busiest = d.total_s(m), d.busiest_s(m)
+    seconds = {f"total.{p}": total[:, i] for i, p in enumerate(PIPES)}
+    seconds |= {f"busiest.{PIPES[i]}": busiest[:, i] for i in (TENSOR, DRAM)}
+    seconds |= {"warm": warm_s(d, m), "chain": d.chain / m.clock_Hz}
+    seconds |= {name: values for name, values in d.more.items() if name.endswith("_s")}
+    log_bound = np.log(bound)
+    found = {name: np.log(np.maximum(values, _TINY_S)) - log_bound for name, values in seconds.items()}
+    found |= {name: np.log1p(values) for name, values in d.more.items() if not name.endswith("_s")}
+    found["bound"], found["bound/floor"] = log_bound, log_bound - np.log(floor_s)
+    each = d.tasks / m.sms
+    found |= {"waves": np.log(d.waves), "tail": np.ceil(each) / each, "sms": np.log(m.sms)}
+    for name, values in shape.items():
+        found[f"shape.{name}"] = np.log(np.maximum(values, 1))
+        if name in ("m", "n", "k"):
+            found |= {f"{name}%{q}": (values % q == 0).astype(float) for q in (64, 256)}
+    return found, bound
+
+
+class Layer(NamedTuple):
+    """All coefficients."""
+
+    groups: dict[str, Group]
+    forests: dict[str, Forest]
+    relatives: dict[str, Relatives]
+
+
+def factors_of(group: Group, device: Device, relatives: Mapping[str, Relatives], *, known: bool = True) -> Factors:
+    """The device's own factors, or the weighted geometric mean of those of its relatives.
+
+    `known=False` treats a measured device as one never seen, as cross-validation does.
+    """
+    if known and device.name in group.factors:
+        return group.factors[device.name]
+    me = Relatives.of(device)
+    near = [(me.weight(relatives[name]), f) for name, f in sorted(group.factors.items()) if name != device.name]
+
+    def mean(pairs: list[tuple[float, float]]) -> float:
+        return float(np.exp(sum(w * np.log(v) for w, v in pairs) / sum(w for w, _ in pairs)))
+
+    chips: dict[str, list[tuple[float, float]]] = {}
+    floors: dict[str, list[tuple[float, float]]] = {}
+    for w, f in near:
+        for kept, values in ((chips, f.chip), (floors, f.floor_s)):
+            for key, value in values.items():
+                kept.setdefault(key, []).append((w, value))
+    return Factors(chip={k: mean(v) for k, v in chips.items()},
+                   dram=mean([(w, f.dram) for w, f in near]) if near else 1.0,
+                   floor_s={k: mean(v) for k, v in floors.items()})
+
+
+def floor_of(factors: Factors, source: str, backend: str, dtype: str) -> float:
+    """The floor of what ran: of this backend and type, else of its source, else the least known."""
+    for key in (f"{source} {backend} {dtype}", source):
+        if key in factors.floor_s:
+            return factors.floor_s[key]
+    return min(factors.floor_s.values(), default=3e-6)
+
+
+def chip_of(factors: Factors, kind: str) -> float:
+    """The chip factor for a type of the tensor units, else the mean of the others."""
+    if kind in factors.chip:
+        return factors.chip[kind]
+    return float(np.exp(np.mean(np.log(list(factors.chip.values()))))) if factors.chip else 1.0
+
+
+def load(path: Path | None = None) -> Layer:
+    """Coefficients from a file, or those of the package. InputError if it is of another version."""
+    return _load(path)
+
+
+@cache
+def _load(path: Path | None) -> Layer:
+    source = path or resources.files("mixfleet.catalog").joinpath(FILE)
+    if not source.is_file():
+        raise InputError("there are no such coefficients; `mixfleet calibrate fit` makes them", where=str(source))
+    with source.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+        version = int(arrays["version"]) if "version" in arrays else 0
+        if version != VERSION:
+            raise InputError(f"coefficients of version {version}, this code needs {VERSION}; make them anew with "
+                             "`mixfleet calibrate fit`", where=str(source))
+        head = msgspec.json.decode(arrays["head"].tobytes(), type=dict[str, Any])
+        groups = {name: msgspec.convert(value, Group) for name, value in head["groups"].items()}
+        forests = {}
+        for name in groups:
+            ends = np.cumsum(arrays[f"{name}.sizes"])[:-1]
+            forests[name] = Forest(arrays[f"{name}.feature"], arrays[f"{name}.border"],
+                                   arrays[f"{name}.leaves"].astype(np.float32),
+                                   tuple(np.split(arrays[f"{name}.borders"], ends)), float(arrays[f"{name}.bias"]))
+        return Layer(groups, forests, {name: Relatives(*value) for name, value in head["relatives"].items()})
+
+
+def save(layer: Layer, path: Path) -> None:
+    """Write the coefficients; the same layer gives the same bytes."""
+    arrays: dict[str, Any] = {"version": np.int64(VERSION)}
+    head = {"groups": msgspec.to_builtins(layer.groups), "relatives": {k: list(v) for k, v in layer.relatives.items()}}
+    arrays["head"] = np.frombuffer(msgspec.json.encode(head, order="sorted"), np.uint8)
+    for name, f in layer.forests.items():
+        arrays |= {f"{name}.feature": f.feature, f"{name}.border": f.border, f"{name}.leaves": f.leaves,
+                   f"{name}.sizes": np.array([len(b) for b in f.borders], np.int64),
+                   f"{name}.borders": np.concatenate(f.borders), f"{name}.bias": np.float64(f.bias)}
+    with path.open("wb") as file:
+        np.savez_compressed(file, **arrays)
+
+
+def intervals(group: Group, bound_over_floor: Array, known: NDArray[np.bool_]) -> tuple[Array, Array]:
+    """Factors on the predicted time between which 80 % of measurements lie."""
+    bins = np.searchsorted(np.array(group.edges), bound_over_floor)
+    table = np.exp(np.where(known[:, None], np.array(group.known)[bins], np.array(group.unknown)[bins]))
+    return table[:, 0], table[:, 1]
+
+
+def inside(group: Group, log_bound: Array, shape: Mapping[str, Array]) -> NDArray[np.bool_]:
+    """[rows]: within a margin of the fitted ranges."""
+    columns = [log_bound, *(np.log(np.maximum(v, 1)) for v in shape.values())]
+    ok = np.ones(len(log_bound), bool)
+    for values, low, high in zip(columns, group.low, group.high):
+        ok &= (values > low - MARGIN) & (values < high + MARGIN)
+    return ok
+
+
+

@@ -1,0 +1,270 @@
+"""Seconds of any kernel on any device: the public entry of the kernel cost model.
+
+`predict` takes many kernels at once as columns named as in the measured data (`docs/cost-model.md`); `gemm`,
+`attention` and the others are the same for plain arguments. Each answer has the time, the analytical ceiling, the
+pipeline that binds, and an interval that holds 80 % of measurements. Backward passes are their own products
+(`gemm_backward`) or the forward's work times what the backward computes again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mixfleet.cluster import Device
+from mixfleet.cost import demand, learned
+from mixfleet.cost.demand import PIPES, Array, Demand, Machine, rate, type_named
+from mixfleet.cost.learned import Factors, Inputs, Layer
+from mixfleet.errors import InputError, unknown
+
+Columns = Mapping[str, Any]
+
+
+class Times(NamedTuple):
+    """One row per kernel."""
+
+    time_s: Array
+    ceiling_s: Array
+    low_s: Array
+    high_s: Array
+    pipe: NDArray[np.intp]
+    """Which of `PIPES` sets the ceiling."""
+    inside: NDArray[np.bool_]
+    """False where the shape is far outside the data and the time is the bound at a fixed efficiency."""
+
+    @property
+    def binds(self) -> list[str]:
+        return [PIPES[i] for i in self.pipe]
+
+
+class Kind(NamedTuple):
+    """How one kind of kernel is described."""
+
+    shape: dict[str, Any]
+    """Numeric columns and their defaults; None if there is none."""
+    size: tuple[str, ...]
+    """Those that the learned layer sees as the shape; none of them falls when there is more work."""
+    texts: dict[str, str]
+    """Text columns and their defaults; with `source` and `backend` they choose the words."""
+    demand: Callable[[Machine, dict[str, Any], dict[str, Array]], Demand]
+
+
+def _gemm(m: Machine, c: dict[str, Any], t: dict[str, Array]) -> Demand:
+    return demand.gemm(m, c["m"], c["n"], c["k"], c["batch"], **t)
+
+
+def _attention(m: Machine, c: dict[str, Any], t: dict[str, Array]) -> Demand:
+    return demand.attention(m, c["batch"], c["q_len"], c["kv_len"], c["heads"], c["kv_heads"], c["head_dim"],
+                            causal=c["causal"], window=c["window"], n_decode=c["n_decode"], kv_decode=c["kv_decode"],
+                            latent=c["op_latent"], element=t["activation"], kv_element=c["kv_dtype_bytes"])
+
+
+def _moe(m: Machine, c: dict[str, Any], t: dict[str, Array]) -> Demand:
+    return demand.moe(m, c["tokens"], c["hidden"], c["inter"], c["topk"], c["experts"], gated=c["gated"],
+                      tp=c["moe_tp"], ep=c["moe_ep"], skewed=c["distribution_skewed"], first_only=c["op_first"],
+                      activation=t["activation"], weight=t["weight"], quantizes=t["quantizes"])
+
+
+def _stream(m: Machine, c: dict[str, Any], t: dict[str, Array]) -> Demand:
+    return demand.stream(m, c["rows"], c["cols"], c["n_in"], c["n_out"], element=(t["activation"] + t["result"]) / 2,
+                         vector=2, special=c["op_special"], reduces=c["op_reduces"], table=c["vocab"])
+
+
+def _conv(m: Machine, c: dict[str, Any], t: dict[str, Array]) -> Demand:
+    names = ("n", "c_in", "h", "w", "c_out", "r", "s", "stride", "stride_w", "pad", "pad_w", "dil", "dil_w", "groups")
+    return demand.conv(m, **{name: c[name] for name in names}, element=t["activation"], backward=c["op_backward"])
+
+
+SPECIAL_OPS = {"softmax", "log_softmax", "gelu", "tanh", "silu", "silu_and_mul", "silu_mul_eager", "sigmoid", "elu",
+               "selu", "softplus", "pow", "powu", "rope", "rope_eager"}
+REDUCING_OPS = {"softmax", "log_softmax", "layernorm", "rmsnorm", "rmsnorm_eager", "batchnorm2d",
+                "quant_computescale"}
+DERIVED: dict[str, Callable[[str, str], float]] = {
+    "op_latent": lambda op, _: op.startswith("mla"), "op_first": lambda op, _: op == "moe_grouped_gemm_w13",
+    "op_special": lambda op, _: op in SPECIAL_OPS, "op_reduces": lambda op, _: op in REDUCING_OPS,
+    "op_backward": lambda op, _: 1 if op.endswith("bwd_data") else 2 if op.endswith("bwd_filter") else 0,
+    "distribution_skewed": lambda _, text: text.startswith("power_law"),
+    "kv_dtype_bytes": lambda _, text: type_named(text or "bf16").activation,
+}
+"""Numbers that a text stands for: name, and the function of the operator and of the column before the underscore."""
+
+KINDS: dict[str, Kind] = {
+    "gemm": Kind({"m": None, "n": None, "k": None, "batch": 1}, ("m", "n", "k", "batch"), {"op": "gemm"}, _gemm),
+    "attention": Kind(
+        {"batch": 1, "q_len": None, "kv_len": None, "heads": None, "kv_heads": None, "head_dim": 128, "causal": True,
+         "window": 0, "n_decode": 0, "kv_decode": 0},
+        ("batch", "q_len", "kv_len", "heads", "kv_heads", "head_dim"), {"op": "attn_prefill", "kv_dtype": "bf16"},
+        _attention),
+    "moe": Kind({"tokens": None, "hidden": None, "inter": None, "topk": None, "experts": None, "gated": True,
+                 "moe_tp": 1, "moe_ep": 1}, ("tokens", "hidden", "inter", "topk", "experts"),
+                {"op": "moe", "distribution": "balanced"}, _moe),
+    "stream": Kind({"rows": None, "cols": None, "n_in": 1, "n_out": 1, "vocab": 0}, ("rows", "cols"), {"op": "add"},
+                   _stream),
+    "conv": Kind({"n": None, "c_in": None, "h": None, "w": None, "c_out": None, "r": None, "s": None, "stride": 1,
+                  "stride_w": 1, "pad": 0, "pad_w": 0, "dil": 1, "dil_w": 1, "groups": 1},
+                 ("n", "c_in", "h", "w", "c_out", "r", "s"), {"op": "conv2d_fwd"}, _conv),
+}
+
+
+def group_of(kind: str, dtype: str, op: str) -> str:
+    """The group of coefficients: products by class of type, attention by phase, experts by quantization."""
+    run = type_named(dtype)
+    sixteen = run.rate in ("fp16", "bf16") and run.weight == 2
+    if kind == "attention":
+        return f"attention.{'decode' if op.endswith('decode') else 'context'}"
+    if kind == "moe":
+        return f"moe.{'16bit' if sixteen else 'quantized'}"
+    if kind != "gemm":
+        return kind
+    if run.rate in ("fp64", "fp32", "tf32"):
+        return "gemm.fp32"
+    return "gemm.16bit" if sixteen else "gemm.fp8" if dtype.startswith("fp8") else "gemm.quantized"
+
+
+def texts_of(columns: Columns, names: Sequence[str], rows: int) -> tuple[list[tuple[str, ...]], NDArray[np.intp]]:
+    """The different rows of some text columns, and which of them each row is."""
+    if all(isinstance(columns[name], str) for name in names):
+        return [tuple(columns[name] for name in names)], np.zeros(rows, np.intp)
+    codes, values = np.zeros(rows, np.int64), list[list[str]]()
+    for name in names:
+        column = columns[name]
+        known: dict[str, int] = {}
+        code = [0] * rows if isinstance(column, str) else [known.setdefault(v, len(known)) for v in column]
+        values.append([str(column)] if isinstance(column, str) else list(known))
+        codes = codes * len(values[-1]) + np.asarray(code)
+    different, which = np.unique(codes, return_inverse=True)
+    rows_of = []
+    for code in different:
+        row, rest = list[str](), int(code)
+        for known_values in reversed(values):
+            rest, at = divmod(rest, len(known_values))
+            row.append(known_values[at])
+        rows_of.append(tuple(reversed(row)))
+    return rows_of, which
+
+
+def inputs(kind: str, columns: Columns, devices: Mapping[str, Device], factors: Mapping[str, Factors],
+           vocabulary: Sequence[str], *, emulate: bool = False) -> Inputs:
+    """Features of kernels. `columns` are complete: sizes, texts, `source`, `backend`, `dtype`, `gpu`, arrays or
+    scalars; `factors` has an entry per device."""
+    what = KINDS[kind]
+    sizes = {name: np.asarray(columns[name], float) for name in what.shape}
+    rows = max([np.size(v) for v in sizes.values()] + [len(v) for v in columns.values() if not isinstance(v, str)
+                                                      and np.ndim(v)])
+    sizes = {name: np.broadcast_to(values, (rows,)) for name, values in sizes.items()}
+    names = ("gpu", "dtype", "source", "backend", *what.texts)
+    texts, which = texts_of(columns, names, rows)
+    table = [dict(zip(names, row)) for row in texts]
+    of = [devices[row["gpu"]] for row in table]
+    types = [type_named(row["dtype"]) for row in table]
+    machine = demand.machine(of, [rate(d, row["dtype"], emulate=emulate) for d, row in zip(of, table)], which)
+    mine = [factors[d.name] for d in of]
+    chip = np.array([learned.chip_of(f, t.rate) for f, t in zip(mine, types)])[which]
+    dram = np.array([f.dram for f in mine])[which]
+    floor_s = np.array([learned.floor_of(f, row["source"], row["backend"], row["dtype"])
+                        for f, row in zip(mine, table)])[which]
+    machine = machine.scaled(chip, dram)
+    derived = {name: np.array([function(row["op"], row.get(name.rsplit("_", 1)[0], "")) if not name.startswith("kv")
+                               else function(row["op"], row.get("kv_dtype", "")) for row in table], float)[which]
+               for name, function in DERIVED.items()}
+    by_type = {field: np.array([getattr(t, field) for t in types], float)[which]
+               for field in ("activation", "weight", "result", "quantizes")}
+    work = what.demand(machine, {**sizes, **derived}, by_type)
+    found, bound = learned.features(work, machine, floor_s, {name: sizes[name] for name in what.size})
+    words = learned.flags([" ".join((*row[1:], of[i].arch, of[i].vendor)) for i, row in enumerate(texts)], which,
+                          vocabulary)
+    matrix = np.concatenate([np.stack([np.asarray(v, np.float32) for v in found.values()], 1), words], 1)
+    return Inputs(work, machine, floor_s, bound, matrix, (*found, *vocabulary))
+
+
+BLOCK_ROWS = learned.BLOCK_ROWS
+
+
+def predict(kind: str, columns: Columns, device: Device | Mapping[str, Device], *, emulate: bool = False,
+            factors: Mapping[str, Factors] | None = None, layer: Layer | None = None) -> Times:
+    """Times of kernels of one `kind` of `KINDS`, as columns of equal length (or scalars).
+
+    `device` is one for all rows, or devices by name with a column `gpu`. Without `source` and `backend` the answer is
+    for the plain library call, timed alone. `factors` replaces those of a device (see `calibrate.adapt`). InputError: a
+    size below 1, an unknown type, a type that the device lacks (unless `emulate`).
+    """
+    layer = layer or learned.load()
+    if kind not in KINDS:
+        raise unknown("kind of kernel", kind, KINDS)
+    full = complete(kind, columns)
+    devices = {device.name: device} if isinstance(device, Device) else device
+    if isinstance(device, Device):
+        full["gpu"] = device.name
+    elif "gpu" not in full:
+        raise InputError("give one device, or a column gpu with the name of each row's device")
+    rows = max([np.size(v) for v in full.values() if not isinstance(v, str)], default=1)
+    pairs, which = texts_of(full, ("dtype", "op"), rows)
+    groups = np.array([group_of(kind, *pair) for pair in pairs], dtype=object)[which]
+    out = Times(np.empty(rows), np.empty(rows), np.empty(rows), np.empty(rows), np.empty(rows, np.intp),
+                np.empty(rows, bool))
+    for name in sorted(set(groups)):
+        if name not in layer.groups:
+            raise InputError(f"there are no coefficients for {name}; make them with `mixfleet calibrate fit`")
+        group = layer.groups[name]
+        found = {d.name: (factors or {}).get(d.name) or learned.factors_of(group, d, layer.relatives)
+                 for d in devices.values()}
+        members = np.flatnonzero(groups == name)
+        for start in range(0, len(members), BLOCK_ROWS):
+            at = members[start:start + BLOCK_ROWS]
+            part = {k: v if isinstance(v, str) or np.ndim(v) == 0 else [v[i] for i in at] if isinstance(v, list)
+                    else np.asarray(v)[at] for k, v in full.items()}
+            for column in ("source", "backend"):
+                if isinstance(part[column], str) and not part[column]:
+                    part[column] = group.default.split(" ", 1)[column == "backend"]
+            for values, answer in zip(out, _block(kind, name, group, part, devices, found, layer, emulate, len(at))):
+                values[at] = answer
+    return out
+
+
+def _block(kind: str, name: str, group: learned.Group, part: Columns, devices: Mapping[str, Device],
+           factors: Mapping[str, Factors], layer: Layer, emulate: bool, rows: int) -> Times:
+    x = inputs(kind, part, devices, factors, group.words, emulate=emulate)
+    correction = np.exp(layer.forests[name].predict(x.features))
+    gpu = [part["gpu"]] * rows if isinstance(part["gpu"], str) else part["gpu"]
+    scale = np.array([factors[g].times for g in gpu])
+    known = np.array([g in group.factors for g in gpu])
+    sizes = {s: np.broadcast_to(np.asarray(part[s], float), (len(x.bound_s),)) for s in KINDS[kind].size}
+    log_bound = np.log(x.bound_s)
+    ok = learned.inside(group, log_bound, sizes)
+    low, high = learned.intervals(group, log_bound - np.log(x.floor_s), known)
+    far = x.floor_s + (x.bound_s - x.floor_s) / learned.FALLBACK_EFFICIENCY
+    time = np.where(ok, x.bound_s * correction, far) * scale
+    return Times(time, x.demand.ceiling_s(x.machine), time * np.where(ok, low, learned.FALLBACK_RANGE[0]),
+                 time * np.where(ok, high, learned.FALLBACK_RANGE[1]), x.demand.binds(x.machine), ok)
+
+
+def complete(kind: str, columns: Columns) -> dict[str, Any]:
+    """The columns with defaults filled in. InputError names a missing or non-positive one."""
+    what = KINDS[kind]
+    full: dict[str, Any] = {"source": "", "backend": "", "dtype": "bf16", **what.texts}
+    for name, default in what.shape.items():
+        if name not in columns and default is None:
+            raise InputError(f"{kind} needs {name}; its sizes are {', '.join(what.shape)}")
+        full[name] = columns.get(name, default)
+    full |= {k: v for k, v in columns.items() if k in full or k == "gpu"}
+    for name in what.size:
+        values = np.ravel(np.asarray(full[name], float))
+        bad = np.flatnonzero(~(values > 0))
+        if bad.size:
+            raise InputError(f"{kind}: {name} is {values[bad[0]]:g} in row {bad[0]}; sizes must be positive")
+    return full
+
+
+def gemm(m: Any, n: Any, k: Any, device: Device, *, batch: Any = 1, dtype: str = "bf16", **options: Any) -> Times:
+    """C[m,n] = A[m,k] B[k,n], `batch` times."""
+    return predict("gemm", {"m": m, "n": n, "k": k, "batch": batch, "dtype": dtype}, device, **options)
+
+
+def gemm_backward(m: Any, n: Any, k: Any, device: Device, *, batch: Any = 1, dtype: str = "bf16",
+                  **options: Any) -> tuple[Times, Times]:
+    """The gradients of A (m,k from n) and of B (k,n from m)."""
+    return (gemm(m, k, n, device, batch=batch, dtype=dtype, **options),
+            gemm(k, n, m, device, batch=batch, dtype=dtype, **options))

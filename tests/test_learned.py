@@ -1,0 +1,150 @@
+"""The learned layer: trees against a plain walk, laws of physics, intervals, the fallback, versions."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mixfleet.cluster import Device, device_named
+from mixfleet.cost import demand, learned, query
+from mixfleet.cost.learned import Factors, Forest, Relatives
+from mixfleet.errors import InputError
+
+NOISE = 0.85
+"""More work may be predicted faster by what two library versions on one device differ by at most."""
+H100, A100, L4 = (device_named(n) for n in ("H100-SXM", "A100-SXM4-80GB", "L4"))
+POWERS = st.integers(0, 7)
+
+
+def some_forest():
+    return Forest(np.array([[0, 1], [1, 1]], np.int16), np.array([[0, 1], [0, 255]], np.uint8),
+                  np.array([[1, 2, 3, 5], [10, 20, 40, 80]], np.float32),
+                  (np.array([0.5], np.float32), np.array([1.5, 2.5], np.float32)), 0.25)
+
+
+def test_trees_by_hand():
+    x = np.array([[0.0, 1.0], [1.0, 2.0], [1.0, 3.0]], np.float32)
+    # tree 1: bit 0 is x0 > 0.5, bit 1 is x1 > 2.5; tree 2: bit 0 is x1 > 1.5, bit 1 is never set
+    assert some_forest().predict(x).tolist() == [0.25 + 1 + 10, 0.25 + 2 + 20, 0.25 + 5 + 20]
+
+
+def test_many_rows_are_evaluated_as_few_are():
+    forest = learned.load().forests["gemm.16bit"]
+    x = np.random.default_rng(7).normal(0, 4, (300, len(forest.borders))).astype(np.float32)
+    parts = np.concatenate([forest.predict(x[i:i + 30]) for i in range(0, 300, 30)])
+    assert forest.predict(x) == pytest.approx(parts, rel=1e-5, abs=1e-5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(m=POWERS, n=POWERS, k=POWERS, which=st.sampled_from("mnk"), device=st.sampled_from([H100, A100, L4]))
+def test_more_work_is_never_faster_by_more_than_noise(m, n, k, which, device):
+    size = {"m": 64 * 2**m, "n": 128 * 2**n, "k": 128 * 2**k}
+    more = {**size, which: 2 * size[which]}
+    one, two = (query.gemm(s["m"], s["n"], s["k"], device).time_s[0] for s in (size, more))
+    assert two >= NOISE * one
+
+
+@settings(max_examples=30, deadline=None)
+@given(m=POWERS, n=POWERS, k=POWERS, factor=st.floats(1.1, 3), field=st.sampled_from(["memory_Bps", "flops"]))
+def test_a_faster_device_is_never_slower_by_more_than_noise(m, n, k, factor, field):
+    sizes = 64 * 2**m, 128 * 2**n, 128 * 2**k
+    rates = {d: v * factor for d, v in A100.flops.items()} if field == "flops" else A100.memory_Bps * factor
+    plain, fast = (query.gemm(*sizes, d).time_s[0] for d in (A100, A100.replace(**{field: rates})))
+    assert fast * NOISE <= plain
+
+
+def test_interval_holds_the_time_and_is_wider_for_unknown_devices():
+    known = query.gemm(4096, 4096, 4096, H100)
+    other = query.gemm(4096, 4096, 4096, H100.replace(name="H101"))
+    assert known.low_s[0] < known.time_s[0] < known.high_s[0]
+    assert other.high_s[0] / other.low_s[0] > known.high_s[0] / known.low_s[0]
+    assert known.binds == ["tensor"]
+    assert known.time_s[0] > known.ceiling_s[0] * 0.9
+
+
+def test_far_outside_the_data_it_is_the_bound_at_a_fixed_efficiency():
+    far = query.gemm(2**27, 2**22, 2**20, H100)
+    near = query.gemm(4096, 4096, 4096, H100)
+    assert near.inside[0]
+    assert not far.inside[0]
+    assert far.high_s[0] / far.time_s[0] == pytest.approx(learned.FALLBACK_RANGE[1])
+    assert far.time_s[0] == pytest.approx(far.ceiling_s[0] / learned.FALLBACK_EFFICIENCY, rel=0.02)
+
+
+def test_columns_and_single_queries_agree():
+    columns = {"m": [128, 4096, 33], "n": [256, 512, 1024], "k": [4096, 768, 64], "dtype": ["bf16", "fp32", "bf16"],
+               "gpu": ["H100-SXM", "L4", "A100-SXM4-80GB"]}
+    together = query.predict("gemm", columns, {d.name: d for d in (H100, A100, L4)})
+    for i, device in enumerate((H100, L4, A100)):
+        alone = query.gemm(*(columns[c][i] for c in "mnk"), device, dtype=columns["dtype"][i])
+        assert alone.time_s[0] == pytest.approx(together.time_s[i], rel=1e-6)
+
+
+@pytest.mark.parametrize(("kind", "columns"), [
+    ("attention", {"batch": 2, "q_len": 1024, "kv_len": 1024, "heads": 16, "kv_heads": 4}),
+    ("attention", {"batch": 32, "q_len": 1, "kv_len": 4096, "heads": 16, "kv_heads": 4, "op": "attn_decode"}),
+    ("attention", {"batch": 4, "q_len": 1, "kv_len": 4096, "heads": 16, "kv_heads": 1, "op": "mla_decode"}),
+    ("moe", {"tokens": 4096, "hidden": 4096, "inter": 1024, "topk": 4, "experts": 64}),
+    ("stream", {"rows": 4096, "cols": 4096, "op": "rmsnorm", "dtype": "fp16"}),
+    ("conv", {"n": 16, "c_in": 64, "h": 56, "w": 56, "c_out": 64, "r": 3, "s": 3, "pad": 1, "pad_w": 1,
+              "dtype": "fp32"})])
+def test_every_kind_is_predicted_near_its_bound(kind, columns):
+    found = query.predict(kind, columns, A100)
+    assert found.inside[0]
+    assert 0.3 < found.time_s[0] / found.ceiling_s[0] < 30
+    assert found.low_s[0] < found.time_s[0] < found.high_s[0]
+
+
+@pytest.mark.parametrize(("columns", "message"), [
+    ({"m": 0, "n": 3, "k": 4}, "m is 0 in row 0; sizes must be positive"),
+    ({"m": 2, "n": [5, -3], "k": 4}, "n is -3 in row 1"),
+    ({"m": 2, "n": 5}, "gemm needs k"),
+    ({"m": 2, "n": 5, "k": 7, "dtype": "fp8"}, "A100-SXM4-80GB has no fp8 units .* emulate=True"),
+    ({"m": 2, "n": 5, "k": 7, "dtype": "bf17"}, "did you mean")])
+def test_bad_queries(columns, message):
+    with pytest.raises(InputError, match=message):
+        query.predict("gemm", columns, A100)
+
+
+def test_emulation_is_slower_than_the_real_units():
+    assert query.gemm(4096, 4096, 4096, A100, dtype="fp8", emulate=True).ceiling_s[0] == pytest.approx(
+        query.gemm(4096, 4096, 4096, A100).ceiling_s[0], rel=0.3)
+
+
+def test_coefficients_of_another_version_are_refused(tmp_path):
+    path = tmp_path / "old.npz"
+    np.savez(path, version=np.int64(learned.VERSION + 1))
+    with pytest.raises(InputError, match=f"version {learned.VERSION + 1}, this code needs {learned.VERSION}"):
+        learned.load(path)
+
+
+def test_saved_coefficients_read_back(tmp_path):
+    layer = learned.load()
+    first, second = tmp_path / "a.npz", tmp_path / "b.npz"
+    learned.save(layer, first)
+    learned.save(learned.load(first), second)
+    assert first.read_bytes() == second.read_bytes()
+    assert learned.load(second).groups == layer.groups
+
+
+def test_relatives_weigh_by_kinship():
+    me = Relatives("Hopper GH100", "Hopper", "NVIDIA", 0.0)
+    twin, cousin = me, Relatives("Hopper GH20", "Hopper", "NVIDIA", 0.0)
+    weak = Relatives("Hopper GH100", "Hopper", "NVIDIA", -1.0)
+    assert me.weight(twin) == 1
+    assert me.weight(cousin) == pytest.approx(0.3)
+    assert me.weight(weak) == pytest.approx(np.exp(-2))
+
+
+def test_factors_of_an_unknown_device_are_the_mean_of_its_relatives():
+    a, b = Relatives("X 1", "X", "V", 0.0), Relatives("X 1", "X", "V", 0.0)
+    group = learned.load().groups["gemm.16bit"].replace(factors={
+        "a": Factors(chip={"fp16": 0.5}, dram=0.9, floor_s={"s": 4e-6}),
+        "b": Factors(chip={"fp16": 0.8}, dram=0.4, floor_s={"s": 9e-6})})
+    device = Device(name="c", vendor="V", arch="X 1", flops={"fp32": 1e12}, vector_flops=1e12, memory_bytes=1,
+                    memory_Bps=1e9, power_w=1.0)
+    found = learned.factors_of(group, device, {"a": a, "b": b})
+    assert found.chip["fp16"] == pytest.approx((0.5 * 0.8) ** 0.5)
+    assert found.dram == pytest.approx(0.6)
+    assert found.floor_s["s"] == pytest.approx(6e-6)
+    assert demand.sms(device) >= 1
