@@ -26,6 +26,7 @@ MAY_IMPORT = {  # the table of docs/architecture.md; a room may also import what
     "search": {"sim"},
     "run": {"program", "cost", "trace"},
     "calibrate": {"cluster_file", "cost", "run"},
+    "testbed": {"search", "run", "calibrate"},
     "report": {"trace", "plan"},
 }
 CYCLES = {("cluster", "cluster_file")}

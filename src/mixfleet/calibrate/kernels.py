@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -81,32 +81,36 @@ def _best_s(work: Callable[[], Any]) -> float:
     return best
 
 
-def profile_job(job: Job, cluster: Cluster, *, micro_batches: Sequence[int] = ()) -> Cluster:
+def profile_job(job: Job, cluster: Cluster, *, micro_batches: Sequence[int] = (), links: bool = True,
+                enter: Callable[[int], None] | None = None, environment: Mapping[str, str] | None = None) -> Cluster:
     """`cluster`, which must be this one machine, with what the job's blocks really take on each of its devices.
 
     All devices work at the same time, as in training. Every kind of block is measured for a few micro-batches,
     without tensor parallelism; for shapes that were not measured, the efficiencies are scaled to agree. The
-    optimizer and the link between the processes are measured too. Raises InputError for a job that cannot be
-    trained here and MeasurementError if a process dies.
+    optimizer and the link between the processes (unless `links` is off) are measured too. With `enter` (and
+    `environment`, see `run_pinned`) the processes of several nodes are taken where they belong; links between nodes
+    are those of the cluster then. Raises InputError for a job that cannot be trained here and MeasurementError if a
+    process dies.
     """
-    if len(cluster.nodes) > 1:
+    if len(cluster.nodes) > 1 and not enter:
         raise InputError(f"cluster {cluster.name} has {len(cluster.nodes)} nodes; only this machine can be measured")
-    node = cluster.nodes[0]
     sizes = sorted(set(micro_batches or (1, min(4, job.global_batch), min(16, job.global_batch))))
     with tempfile.TemporaryDirectory(prefix="mixfleet-") as folder:
         job.save(Path(folder, "job.yaml"))
-        found = run_pinned(f"{__name__}:job_times", [d.cores for d in node.devices],
-                           {"job_path": f"{folder}/job.yaml", "micro_batches": sizes,
-                            "kinds": [d.kind for d in node.devices],
-                            "fused": [fused_attention(d, job) for d in node.devices]}, timeout_s=1800)
+        found = run_pinned(f"{__name__}:job_times", [d.cores for d in cluster.devices],
+                           {"job_path": f"{folder}/job.yaml", "micro_batches": sizes, "links": links,
+                            "kinds": [d.kind for d in cluster.devices],
+                            "fused": [fused_attention(d, job) for d in cluster.devices]}, timeout_s=1800,
+                           enter=enter, environment=environment)
     alike: dict[Device, list[dict[str, Any]]] = defaultdict(list)
-    for device, times in zip(node.devices, found):
+    for device, times in zip(cluster.devices, found):
         alike[_without_cores(device)].append(times)
-    devices = tuple(_measured(d, alike[_without_cores(d)], job) for d in node.devices)
-    if len(devices) > 1 and all(d.kind == "cpu" for d in devices):
+    devices = iter([_measured(d, alike[_without_cores(d)], job) for d in cluster.devices])
+    nodes = tuple(node.replace(devices=tuple(next(devices) for _ in node.devices)) for node in cluster.nodes)
+    if links and len(nodes) == 1 and len(cluster.devices) > 1 and all(d.kind == "cpu" for d in cluster.devices):
         link = loopback_of([f["exchange"] for f in found])
-        node = node.replace(link=link, nic=link.replace(name="nic"))
-    return cluster.replace(nodes=(node.replace(devices=devices),))
+        nodes = (nodes[0].replace(link=link, nic=link.replace(name="nic")),)
+    return cluster.replace(nodes=nodes)
 
 
 def _without_cores(device: Device) -> Device:
@@ -142,7 +146,8 @@ def _digits(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def job_times(job_path: str, micro_batches: list[int], kinds: list[str], fused: list[bool]) -> dict[str, Any]:
+def job_times(job_path: str, micro_batches: list[int], kinds: list[str], fused: list[bool], links: bool = True
+              ) -> dict[str, Any]:
     """(CPU, wall) seconds of forward and backward per block kind and micro-batch, and of an optimizer step; `exchange`.
     """
     import torch
@@ -166,7 +171,7 @@ def job_times(job_path: str, micro_batches: list[int], kinds: list[str], fused: 
             if _slowest(forward[1] + backward[1]) > _TOO_SLOW_S:
                 break
     return {"blocks": rows, "optimizer": _optimizer_times(job, device),
-            "exchange": exchange() if len(kinds) > 1 else []}
+            "exchange": exchange() if links and len(kinds) > 1 else []}
 
 
 Times = tuple[float, float]

@@ -11,7 +11,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,11 +28,13 @@ class MeasurementError(InputError):
     """A measuring process died or took too long; the message holds the last line that it wrote."""
 
 
-def run_pinned(task: str, cores: Sequence[Cores], arguments: dict[str, Any], *, timeout_s: float = 300.0) -> list[Any]:
+def run_pinned(task: str, cores: Sequence[Cores], arguments: dict[str, Any], *, timeout_s: float = 300.0,
+               enter: Callable[[int], None] | None = None, environment: Mapping[str, str] | None = None) -> list[Any]:
     """Call the function named `module:function` with `arguments` once per entry of `cores`, all at the same time.
 
-    An empty entry does not pin. Returns what each call returned (it must be JSON). Raises MeasurementError, and
-    InputError without torch.
+    An empty entry does not pin. `enter` is called first in every process with its number, to take it where it
+    belongs; `environment` is added to each one's. Returns what each call returned (it must be JSON). Raises
+    MeasurementError, and InputError without torch.
     """
     if not find_spec("torch"):
         raise InputError("measuring needs torch: pip install 'mixfleet[run]'")
@@ -43,8 +46,10 @@ def run_pinned(task: str, cores: Sequence[Cores], arguments: dict[str, Any], *, 
             path = Path(folder, f"order-{rank}.json")
             path.write_text(json.dumps(order))
             with open(f"{folder}/log-{rank}", "wb") as log:
-                workers.append(subprocess.Popen([sys.executable, "-m", __name__, str(path)], stdout=log, stderr=log,
-                                                env=os.environ | {"OMP_NUM_THREADS": str(len(mine) or 1)}))
+                workers.append(subprocess.Popen(
+                    [sys.executable, "-m", __name__, str(path)], stdout=log, stderr=log,
+                    preexec_fn=partial(enter, rank) if enter else None,
+                    env=os.environ | {"OMP_NUM_THREADS": str(len(mine) or 1)} | dict(environment or {})))
         try:
             _wait(workers, monotonic() + timeout_s, folder)
         finally:

@@ -151,11 +151,13 @@ class Testbed:
         return Testbed(known[identity], probe())
 
     def _make(self) -> None:
-        for program, namespace, lines in self.layout.commands():
+        spaces, *rest = self.layout.commands()
+        _batch(*spaces)
+        for ns in (self.layout.switch, *self.layout.nodes.values()):
+            _write_sysctls(ns, SYSCTLS)
+        for program, namespace, lines in rest:
             if lines:
                 _batch(program, namespace, lines)
-        for ns in self.layout.nodes.values():
-            _write_sysctls(ns, SYSCTLS)
         if self.support.unified and self.state.cpu:
             root = Path(self.support.cpu, "cgroup.subtree_control")
             if not {"cpu", "memory"} <= set(root.read_text().split()):

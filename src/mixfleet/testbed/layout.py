@@ -7,8 +7,10 @@ a rack on its zone, a zone on the core; levels without an uplink of their own ar
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 
+from mixfleet.catalog.devices import device_fields
 from mixfleet.cluster import Cluster, Device, Link
 from mixfleet.errors import InputError
 from mixfleet.spec import Spec
@@ -25,10 +27,13 @@ _RETRIES = 4
 """A connection over a dead link ends after 0.2 s (2^(n+1) - 1) = 6 s instead of a quarter of an hour."""
 PERIOD_US, QUOTA_US = 5000, 1000
 """Shortest period of a quota, so that slow devices are slow evenly; and the kernel's smallest quota."""
+_SLOWEST_BPS = 1e4
 CEILING_BPS = 1.25e9
 """Of one shaped link. More than 10 Gb/s over veth takes a core of its own."""
 SYSCTLS = {"net/ipv4/tcp_retries2": str(_RETRIES), "net/ipv4/tcp_rmem": f"4096 131072 {_WINDOW}",
-           "net/ipv4/tcp_wmem": f"4096 131072 {_WINDOW}", "net/ipv6/conf/all/disable_ipv6": "1"}
+           "net/ipv4/tcp_wmem": f"4096 131072 {_WINDOW}", "net/ipv6/conf/all/disable_ipv6": "1",
+           "net/ipv6/conf/default/disable_ipv6": "1"}
+"""Of every namespace. Without IPv6 the kernel sends nothing of its own accord, so counters count training."""
 
 
 class Seat(Spec, frozen=True, kw_only=True):
@@ -77,7 +82,7 @@ class Layout(Spec, frozen=True, kw_only=True):
         """(program, namespace, lines) in order; an empty namespace is this machine's."""
         done: list[tuple[str, str, list[str]]] = [
             ("ip", "", [f"netns add {ns}" for ns in (self.switch, *self.nodes.values())]),
-            ("ip", self.switch, [f"link add {b} type bridge forward_delay 0" for b in self.bridges]),
+            ("ip", self.switch, [f"link add {b} type bridge forward_delay 0 mcast_snooping 0" for b in self.bridges]),
             ("ip", "", [f"link add {w.name} netns {self.switch} mtu {MTU} type veth peer name {w.peer} "
                         f"netns {w.namespace} mtu {MTU}" for w in self.wires])]
         up = ["link set lo up"]
@@ -229,30 +234,34 @@ def period_us(quota: float) -> int:
     return round(max(PERIOD_US, QUOTA_US / min(quota, 1.0)))
 
 
-def emulated(cluster: Cluster, core_flops: float, cores: int, memory_bytes: int) -> tuple[Cluster, float]:
-    """A cluster of CPU ranks whose rates are those of the file times one factor, and that factor.
+def emulate_gpus(cluster: Cluster, support: Support) -> tuple[Cluster, str]:
+    """A cluster of CPU ranks whose rates are those of the file times one factor, and a note that says so.
 
-    Compute and links are scaled alike (the tensor-core rate counts, bf16 before fp32), so that their proportion
-    stays: the sum of all devices takes 0.9 of the cores. Memory is not scaled: every rank gets an equal part.
+    Compute and links are scaled alike (the rate of the tensor cores counts, in 16 bits), so that their proportion
+    stays: all devices together take 0.9 of the cores. Memory is not scaled: every rank gets an equal part of the
+    machine's.
     """
-    rate = [_tensor_flops(d) for d in cluster.devices]
-    factor = min(0.9 * cores * core_flops / sum(rate), core_flops / max(rate))
-    part = memory_bytes // len(rate)
+    count = len(support.cores) or os.cpu_count() or 1
+    core = Device(**device_fields("cpu"))
+    rates = [_tensor_flops(d) for d in cluster.devices]
+    factor = core.flops["fp32"] * min(0.9 * count / sum(rates), 1 / max(rates))
+    part = int(0.8 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) // len(rates)
 
     def device(d: Device) -> Device:
-        share = min(1.0, float(f"{_tensor_flops(d) * factor / core_flops:.4g}"))
-        return Device(name=d.name, kind="cpu", flops={"fp32": core_flops}, vector_flops=core_flops, memory_bytes=part,
-                      memory_Bps=1e10, share=share, price_per_hour=d.price_per_hour,
-                      source=f"{d.name}, emulated on a CPU at {factor:.3g} of its rate")
+        share = float(f"{_tensor_flops(d) * factor / core.flops['fp32']:.4g}")
+        return core.replace(name=d.name, memory_bytes=part, share=min(1.0, share), price_per_hour=d.price_per_hour,
+                            source=f"{d.name}, emulated on a CPU at {factor:.3g} of its rate")
 
-    def link(one: Link | None) -> Link | None:
-        return one and one.replace(bandwidth_Bps=max(one.bandwidth_Bps * factor, 1e4))
+    def link(one: Link) -> Link:
+        return one.replace(bandwidth_Bps=max(one.bandwidth_Bps * factor, _SLOWEST_BPS))
 
     nodes = tuple(n.replace(devices=tuple(map(device, n.devices)), link=link(n.link), nic=link(n.nic))
                   for n in cluster.nodes)
-    return cluster.replace(nodes=nodes, rack_uplink=link(cluster.rack_uplink), zone_uplink=link(cluster.zone_uplink),
-                           node_matrix_Bps=tuple(tuple(max(v * factor, 1e4) for v in row)
-                                                 for row in cluster.node_matrix_Bps)), factor
+    matrix = tuple(tuple(max(v * factor, _SLOWEST_BPS) for v in row) for row in cluster.node_matrix_Bps)
+    return cluster.replace(
+        nodes=nodes, rack_uplink=cluster.rack_uplink and link(cluster.rack_uplink), node_matrix_Bps=matrix,
+        zone_uplink=cluster.zone_uplink and link(cluster.zone_uplink)), (
+        f"the GPUs of {cluster.name} are emulated: CPU ranks and links at {factor:.3g} of their rates, memory unscaled")
 
 
 def _tensor_flops(device: Device) -> float:
