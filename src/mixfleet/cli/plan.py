@@ -23,10 +23,11 @@ if TYPE_CHECKING:
 @click.option("--max-seconds", type=click.FloatRange(0, min_open=True), default=120.0, show_default=True,
               help="Stop searching after this long; what remains is then stated.")
 @click.option("--objective", type=click.Choice(["time", "cost"]), help="Instead of the job's own.")
+@click.option("--schedule-search", is_flag=True, help="Also search for orders of their own for the best pipelines.")
 @html_option
 @json_option
 def plan(job: Path, cluster: Path, output: Path | None, top: int, max_seconds: float, objective: Objective | None,
-         html: Path | None, as_json: bool) -> int:
+         schedule_search: bool, html: Path | None, as_json: bool) -> int:
     """Find the best plan for JOB on CLUSTER and say why. Exits with 1, and the nearest miss, if nothing fits."""
     from mixfleet.cluster import Cluster
     from mixfleet.job import Job
@@ -36,7 +37,8 @@ def plan(job: Path, cluster: Path, output: Path | None, top: int, max_seconds: f
 
     this_job, this_cluster = Job.load(job), Cluster.load(cluster)
     progress(f"planning {this_job.name} on {this_cluster.name} ({len(this_cluster.devices)} devices) ...")
-    result = find(this_job, this_cluster, top=top, max_seconds=max_seconds, objective=objective, progress=progress)
+    result = find(this_job, this_cluster, top=top, max_seconds=max_seconds, objective=objective, progress=progress,
+                  schedule_search=schedule_search)
     best = result.best
     if best and output:
         _named(best.plan, job, cluster, output).save(output, header=best.summary)

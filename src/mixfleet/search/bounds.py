@@ -146,6 +146,8 @@ def bound_s(tables: Tables, plan: Plan) -> float:
             units = layout.units_of_stage(p, s)
             prices, k = _Prices(tables, layout, plan, p, s), len(sizes)
             busy = last.forward_s[s] + last.backward_s[s] + (k - 1) * (first.forward_s[s] + first.backward_s[s])
+            if plan.accumulation == "layered":  # the last backward of the topmost block is nowhere near the end
+                busy, k = 0.0, 1
             # The gradient of the topmost block is ready after its own backward in the last micro-batch.
             lo, hi = stage.blocks
             table = tables.table(stage.ranks(0), sizes[-1])
@@ -157,7 +159,7 @@ def bound_s(tables: Tables, plan: Plan) -> float:
             ports = [2 * k * gather.ports.get(port, 0.0) + k * reduce.ports.get(port, 0.0) + sync.ports.get(port, 0.0)
                      for port in {**gather.ports, **reduce.ports, **sync.ports}]
             if sync.seconds:
-                worst = max(worst, (first.fill_s[s] + busy - below + sync.seconds) * SLACK)
+                worst = max(worst, (first.fill_s[s] + max(0.0, busy - below) + sync.seconds) * SLACK)
             if reduce.seconds:
                 worst = max(worst, (first.fill_s[s] + first.forward_s[s] + k * reduce.seconds + sync.seconds) * SLACK)
             worst = max(worst, 2 * k * gather.seconds * SLACK, max(ports, default=0.0) * SLACK)

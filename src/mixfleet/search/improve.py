@@ -48,6 +48,8 @@ def _settings(plan: Plan) -> Iterator[Plan]:
         for prefetch in (0, 2):
             if prefetch != plan.sharding.prefetch:
                 yield plan.replace(sharding=plan.sharding.replace(prefetch=prefetch))
+    if plan.sharding.gradients > 1 and any(p.micro_batch < p.samples for p in plan.pipelines):
+        yield plan.replace(accumulation="layered" if plan.accumulation == "plain" else "plain")
     if any(len(p.stages) > 1 for p in plan.pipelines):
         yield plan.replace(schedule="gpipe" if plan.schedule == "1f1b" else "1f1b")
 

@@ -13,17 +13,19 @@ from mixfleet.sim.times import work_of
 
 ATTEMPTS = 3
 """Simulations per kind of backward: limits that prove too high for the memory are lowered in between."""
+WORTH = 1e-3
+"""The share of a step that an order of the plan's own must save to be taken."""
 
 
 def reschedule(plan: Plan, job: Job, cluster: Cluster, *, played: int = PLAYED) -> Plan:
-    """The plan with the schedule `custom` and orders of its own, or the plan itself if it is no slower as it is.
+    """The plan with the schedule `custom` and orders of its own, or the plan itself if that saves nothing worth it.
 
     A plan that does not fit may become one that does. Pipelines of one stage have nothing to order.
     """
     if all(len(p.stages) == 1 for p in plan.pipelines) or why_not(plan, job, cluster):
         return plan
     now = predict(plan, job, cluster, sent=False)
-    best = now.step_s if now.fits else float("inf"), plan
+    best = now.step_s * (1 - WORTH) if now.fits else float("inf"), plan
     for split in (False, True):
         limits = _limits(plan, now, cluster)
         for _ in range(ATTEMPTS):
