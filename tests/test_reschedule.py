@@ -1,11 +1,11 @@
 """A plan's own order: kept only if the simulator says it is faster, and within the memory of the devices."""
 
 import pytest
-from sim_toys import block, cluster, device, job, straight
 
 from mixfleet.search.reschedule import reschedule
 from mixfleet.sim import predict
 from mixfleet.sim.times import work_of
+from sim_toys import block, cluster, device, job, straight
 
 TIMES = [(1, 2), (2, 4), (3, 6), (2, 4)]
 
