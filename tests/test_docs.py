@@ -56,6 +56,8 @@ def test_commands_name_real_verbs_and_options(line):
         assert verb in ("--help", "--version")
         return
     command = cli.cli.commands[verb]
+    if isinstance(command, click.Group) and arguments:
+        command = command.commands[arguments[0]]
     known = {name for p in command.params if isinstance(p, click.Option) for name in (*p.opts, *p.secondary_opts)}
     assert {a for a in arguments if a.startswith("-")} <= known
 
