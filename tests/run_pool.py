@@ -58,9 +58,9 @@ def chunked(schedule: str, cuts: tuple[int, ...], *devices: tuple[int, ...], sam
 
 
 def plan(*pipelines: Pipeline, sharding: tuple[int, int, int] = (1, 1, 1), schedule: str = "1f1b",
-         shares: tuple[int, ...] = ()) -> Plan:
+         shares: tuple[int, ...] = (), accumulation: str = "plain") -> Plan:
     w, g, o = sharding
-    return Plan(pipelines=pipelines, schedule=schedule,  # type: ignore[arg-type]
+    return Plan(pipelines=pipelines, schedule=schedule, accumulation=accumulation,  # type: ignore[arg-type]
                 sharding=Sharding(weights=w, gradients=g, optimizer=o, shares=shares))
 
 

@@ -32,7 +32,17 @@ def test_golden_1f1b_with_unequal_stages() -> None:
 def test_golden_zero3_gathers_one_block_ahead() -> None:
     plan = toy.data_parallel(2, 2, 2, 2, samples=1, blocks=3)
     assert to_text(lower(plan, toy.model(layers=1))) == (
-        "p0s0: G0 G1 F0.0 X0 G2 F1.0 X1 F2.0 G1 B2.0 R2.0 X2 G0 B1.0 R1.0 X1 B0.0 R0.0 X0 N S0 S1 S2\n")
+        "p0s0: G0 G1 F0.0 X0 G2 F1.0 F2.0 B2.0 R2.0 X2 G0 B1.0 R1.0 X1 B0.0 R0.0 X0 N S0 S1 S2\n")
+
+
+def test_golden_layered_accumulation() -> None:
+    """All micro-batches pass a block before the next; only in the last one does backward follow at once."""
+    plan = toy.data_parallel(2, 2, 2, 2, samples=2, blocks=3).replace(accumulation="layered")
+    program = lower(plan, toy.model(layers=1))
+    assert to_text(program) == (
+        "p0s0: G0 G1 F0.0 F0.1 X0 G2 F1.0 F1.1 F2.0 B2.0 F2.1 B2.1 R2 X2 G0 B1.0 B1.1 R1 X1 B0.0 B0.1 R0 X0 "
+        "N S0 S1 S2\n")
+    assert check(program, plan, toy.model(layers=1)) == ()
 
 
 def test_golden_mics_reduces_every_micro_batch_and_synchronizes_once() -> None:
@@ -70,6 +80,18 @@ def test_lowered_plans_are_sound_and_round_trip(plan: Plan) -> None:
             program = lower(plan.replace(schedule=schedule), toy.model(tied=tied))
             assert check(program, plan, toy.model(tied=tied)) == ()
             assert from_text(to_text(program)) == program
+
+
+@settings(max_examples=40, deadline=None)
+@given(plans())
+def test_layered_plans_are_sound(plan: Plan) -> None:
+    plan = plan.replace(accumulation="layered")
+    if all(len(p.stages) == 1 for p in plan.pipelines):
+        program = lower(plan, toy.model(tied=True))
+        assert check(program, plan, toy.model(tied=True)) == ()
+        assert from_text(to_text(program)) == program
+    else:
+        assert "layered" in (why_not(plan, toy.job(plan.global_batch), toy.cluster(80)) or "")
 
 
 def looped(schedule: str, stages: int, rounds: int, micro_batches: int, **sharding: int) -> Plan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -86,6 +87,16 @@ CASES = {
     "weights in twos, gradients and optimizer in fours, unequal shares": Case(
         plan(pipe((0, 5), (0, 1, 2, 3), samples=2, micro_batch=1, replicas=4), sharding=(2, 4, 4), shares=(3, 1, 5, 2)),
         job(8, **_CLIP)),
+    "layered, zero-3, 4 and 2 micro-batches, unequal shares":
+        Case(plan(pipe((0, 5), (0,), samples=4, micro_batch=1), pipe((0, 5), (1,), samples=2, micro_batch=1),
+                  sharding=(2, 2, 2), shares=(1, 2), accumulation="layered"), job(figures=_TIED, **_CLIP), masked=True),
+    "layered, zero-2 of two, full recompute, a smaller last micro-batch": Case(
+        plan(pipe((0, 5), (0, 1), samples=3, micro_batch=2, replicas=2, recompute="full"), sharding=(1, 2, 2),
+             accumulation="layered"), job(figures=_GPT2)),
+    "layered, mics with tensor 2": Case(
+        plan(pipe((0, 5), (0, 1, 2, 3), samples=3, micro_batch=1, tensor=(2,), replicas=2), sharding=(2, 2, 2),
+             accumulation="layered"), job(figures=_QWEN, **_CLIP)),
+    "layered, one rank": Case(plan(pipe((0, 5), (0,), samples=6, micro_batch=4), accumulation="layered"), job()),
     "zero-3 with tensor 2":
         Case(plan(pipe((0, 5), (0, 1, 2, 3), samples=3, micro_batch=2, tensor=(2,), replicas=2), sharding=(2, 2, 2)),
              job(figures=_QWEN, **_CLIP)),
@@ -195,6 +206,19 @@ def test_mics_reduces_in_two_hops(pool: Pool) -> None:
             names = [s.name for s in outcome.spans if s.stream == "reduce"]
             assert [n for n in names if n.startswith(f"R{unit}.")] == [f"R{unit}.{m}" for m in range(3)] * case.steps
             assert names.count(f"Y{unit}") == case.steps
+
+
+def test_layered_accumulation_gathers_once_per_layer_and_pass(pool: Pool) -> None:
+    """S03: however many micro-batches. Where the direction turns, the last two blocks are still there."""
+    sent = set()
+    for micro_batch in (3, 2, 1):
+        case = Case(plan(pipe((0, 5), (0, 1), samples=3, micro_batch=micro_batch, replicas=2), sharding=(2, 2, 2),
+                         accumulation="layered"), job(), steps=1, trace=True)
+        for outcome in pool.run(case):
+            names = Counter(s.name for s in outcome.spans if s.stream in ("gather", "reduce"))
+            assert names == {"G0": 2, "G1": 2, "G2": 2, "G3": 1, "G4": 1, **{f"R{b}": 1 for b in range(5)}}
+            sent.add(sum(n for (kind, _), n in outcome.sent.items() if kind in "GR"))
+    assert len(sent) == 1
 
 
 def test_both_hops_are_needed(pool: Pool) -> None:

@@ -23,6 +23,11 @@ ScheduleName = Literal["gpipe", "1f1b", "interleaved", "looped-bfs", "wave", "zb
 """Those of `schedule.named`, and `custom`: every stage's own `order`."""
 
 
+Accumulation = Literal["plain", "layered"]
+"""`layered`: all micro-batches pass a block before the next block begins, so that a sharded block is gathered and
+reduced once per pass, however many there are (Cephalo, arXiv 2411.01075). All of them are in flight then."""
+
+
 class Chunk(NamedTuple):
     """Blocks `lo` to `hi - 1` on a stage: one link of a pipeline's chain."""
 
@@ -130,6 +135,7 @@ class Plan(Spec, frozen=True, kw_only=True, dict=True):
     pipelines: tuple[Pipeline, ...]
     schedule: ScheduleName = "1f1b"
     sharding: Sharding = Sharding()
+    accumulation: Accumulation = "plain"
     name: str = ""
     job: str = ""
     """Path of the job file, relative to the plan file."""
@@ -228,6 +234,8 @@ def _reasons(plan: Plan, job: Job, cluster: Cluster) -> Iterator[str]:
     if plan.global_batch != job.global_batch:
         yield (f"the pipelines take {plan.global_batch} sequences per step; the job's global batch is "
                f"{job.global_batch}. Change `samples` by {job.global_batch - plan.global_batch:+d} in all")
+    if plan.accumulation == "layered":
+        yield from _wrong_layers(plan)
     yield from _wrong_sharding(plan)
 
 
@@ -306,6 +314,15 @@ def _wrong_schedule(pipeline: Pipeline, schedule: ScheduleName, where: str) -> I
         yield f"{where}: {reason}"
 
 
+def _wrong_layers(plan: Plan) -> Iterator[str]:
+    for p, pipeline in enumerate(plan.pipelines):
+        if len(pipeline.chain) != 1:
+            yield (f"accumulation is layered, but pipelines[{p}] has {len(pipeline.stages)} stages; micro-batches that "
+                   "pass the model block by block need all blocks on one stage")
+    if plan.schedule not in ("gpipe", "1f1b"):
+        yield f"accumulation is layered, which is an order of its own; the schedule {plan.schedule} cannot go with it"
+
+
 def _wrong_sharding(plan: Plan) -> Iterator[str]:
     shard, n = plan.sharding, len(plan.replicas)
     degrees = {"weights": shard.weights, "gradients": shard.gradients, "optimizer": shard.optimizer}
@@ -327,7 +344,7 @@ def _wrong_sharding(plan: Plan) -> Iterator[str]:
             continue
         for group in groups(n, degree):
             together = [plan.pipelines[p] for p in dict.fromkeys(plan.replicas[k][0] for k in group)]
-            yield from _unlike(together, kind, plan.schedule)
+            yield from _unlike(together, kind, plan.schedule, layered=plan.accumulation == "layered")
 
 
 def _wrong_shares(shard: Sharding, n: int) -> Iterator[str]:
@@ -345,14 +362,18 @@ def _wrong_shares(shard: Sharding, n: int) -> Iterator[str]:
                 yield f"sharding.shares gives nothing to replicas {group[0]}-{group[-1]}, who hold the state together"
 
 
-def _unlike(together: list[Pipeline], kind: str, schedule: ScheduleName) -> Iterator[str]:
-    """Replicas that shard weights or gradients among them exchange them at every micro-batch, so they go in step."""
+def _unlike(together: list[Pipeline], kind: str, schedule: ScheduleName, *, layered: bool) -> Iterator[str]:
+    """Replicas that shard weights or gradients among them exchange them at every micro-batch, so they go in step.
+
+    With layered accumulation they exchange once per block and pass.
+    """
     first = together[0]
     for other in together[1:]:
         counts = len(first.micro_batches), len(other.micro_batches)
-        if counts[0] != counts[1]:
+        if counts[0] != counts[1] and not layered:
             yield (f"sharding.{kind} puts pipelines of {counts[0]} and {counts[1]} micro-batches into one group; they "
-                   "exchange at every micro-batch, so the numbers must be equal. Change `micro_batch` or `samples`")
+                   "exchange at every micro-batch, so the numbers must be equal. Change `micro_batch` or `samples`, or "
+                   "take `accumulation: layered`")
         if (kind == "weights" or schedule not in ("gpipe", "1f1b")) and first.chain != other.chain:
             yield (f"sharding.{kind} puts pipelines with different stages into one group; under {schedule} they "
                    "exchange the same blocks at the same time, so their block ranges must be equal")

@@ -119,7 +119,10 @@ def _miscounted(role: Role, layout: Layout, units: tuple[int, ...]) -> Iterator[
                 expected.update((op, lo, m) for op in (RECV_ACT, SEND_GRAD))
             if k < last and pipeline.chain[k + 1].stage != stage:
                 expected.update((op, lo, m) for op in (SEND_ACT, RECV_GRAD))
-        expected.update((REDUCE, u, m) for u in units if layout.needed(REDUCE, u))
+        if layout.plan.accumulation == "plain":
+            expected.update((REDUCE, u, m) for u in units if layout.needed(REDUCE, u))
+    if layout.plan.accumulation == "layered":
+        expected.update((REDUCE, u, -1) for u in units if layout.needed(REDUCE, u))
     expected.update((op, u, -1) for op in (SYNC, PUBLISH) for u in units if layout.needed(op, u))
     expected.update((STEP, u, -1) for u in units)
     expected[(NORM, 0, -1)] = 1

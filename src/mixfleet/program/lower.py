@@ -45,12 +45,25 @@ def lower(plan: Plan, model: Model, layout: Layout | None = None) -> Program:
 
 def _role(actions: Actions, plan: Plan, layout: Layout, pipeline: int, stage: int) -> Actions:
     units = layout.units_of_stage(pipeline, stage)
-    actions = _pipe(actions, plan.pipelines[pipeline], stage)
+    layered = plan.accumulation == "layered"
+    actions = _by_block(actions) if layered else _pipe(actions, plan.pipelines[pipeline], stage)
     actions = _split_blocks(actions, layout, units)
     actions = _gather_weights(actions, layout, plan.sharding.prefetch)
-    actions = _reduce_gradients(actions, layout, units)
+    actions = _reduce_gradients(actions, layout, units, layered=layered)
     actions = _synchronize(actions, layout, units)
     return actions + _optimizer(layout, units)
+
+
+def _by_block(actions: Actions) -> Actions:
+    """Layered accumulation: all micro-batches through one block, then through the next.
+
+    In the last block the backward of each follows its forward at once, so that what a loss saves is there only once.
+    """
+    lo, hi = actions[0].lo, actions[0].hi
+    batches = sorted({a.mb for a in actions})
+    out = [Action(F, b, b + 1, m) for b in range(lo, hi - 1) for m in batches]
+    out += [Action(op, hi - 1, hi, m) for m in batches for op in (F, B)]
+    return out + [Action(B, b, b + 1, m) for b in reversed(range(lo, hi - 1)) for m in batches]
 
 
 def _pipe(actions: Actions, pipeline: Pipeline, stage: int) -> Actions:
@@ -103,13 +116,19 @@ def _gather_weights(actions: Actions, layout: Layout, prefetch: int) -> Actions:
     """Sharded weights: gather before use, `prefetch` blocks ahead, and release after it (ZeRO-3, FSDP).
 
     The gather stream keeps its order, so a gather that stands behind a release waits for it: that bounds memory.
-    A unit that the next compute action needs again is kept. Weight halves of a backward need no weights.
+    A unit that the next use needs again is kept. Weight halves of a backward need no weights.
     """
     computes = [i for i, a in enumerate(actions) if a.op in (F, B, I) and layout.needed(GATHER, a.lo)]
     if not computes:
         return actions
-    uses = [layout.units_of_block[actions[i].lo] for i in computes]
-    order = {i: n for n, i in enumerate(computes)}
+    uses: list[tuple[int, ...]] = []  # actions that follow each other with the same units are one use
+    order: dict[int, int] = {}
+    for i in computes:
+        needs = layout.units_of_block[actions[i].lo]
+        if not uses or uses[-1] != needs:
+            uses.append(needs)
+        order[i] = len(uses) - 1
+    last = {n: i for i, n in order.items()}
     held: set[int] = set()
     issued = 0
     out: Actions = []
@@ -124,6 +143,8 @@ def _gather_weights(actions: Actions, layout: Layout, prefetch: int) -> Actions:
             held.update(fresh)
             issued += 1
         out.append(action)
+        if i != last[n]:
+            continue
         ahead = {u for use in uses[n + 1: issued + 1] for u in use}
         drop = [u for u in uses[n] if u not in ahead]
         out += [Action(RELEASE, u, u + 1) for u in drop]
@@ -131,15 +152,19 @@ def _gather_weights(actions: Actions, layout: Layout, prefetch: int) -> Actions:
     return out
 
 
-def _reduce_gradients(actions: Actions, layout: Layout, units: tuple[int, ...]) -> Actions:
-    """Hop 1 behind every backward, for sharded gradients; a tied unit follows the last of its blocks."""
+def _reduce_gradients(actions: Actions, layout: Layout, units: tuple[int, ...], *, layered: bool) -> Actions:
+    """Hop 1 behind every backward, for sharded gradients; a tied unit follows the last of its blocks.
+
+    With layered accumulation all micro-batches add up first, and go in one.
+    """
     if not layout.needed(REDUCE, units[0]):
         return actions
+    whole = _final(actions) if layered else set()
     out: Actions = []
-    for a in actions:
+    for i, a in enumerate(actions):
         out.append(a)
-        if a.op in (B, W):
-            out += [Action(REDUCE, u, u + 1, a.mb) for u in layout.units_of_block[a.lo]
+        if a.op in (B, W) and (not layered or i in whole):
+            out += [Action(REDUCE, u, u + 1, -1 if layered else a.mb) for u in layout.units_of_block[a.lo]
                     if layout.needed(REDUCE, u) and a.lo == min(b for b in layout.units[u].blocks if b in units)]
     return out
 

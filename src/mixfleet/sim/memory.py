@@ -165,6 +165,7 @@ class _Walk:
         self._known: dict[tuple[int, int, int], tuple[int, int, int]] = {}
         self._alike = alike(layout)
         self._elements: dict[int, tuple[int, int]] = {}
+        self._layered = plan.accumulation == "layered"
         self._reduced = {a.lo for a in row.actions if a.op == REDUCE}
 
     def _blocks(self, lo: int, hi: int, micro_batch: int) -> tuple[int, int, int]:
@@ -210,6 +211,10 @@ class _Walk:
         waiting: dict[tuple[str, int, int], int] = {}
         buffers: set[int] = set()
         sent = {(a.op, boundary(a)) for a in row.actions if a.op in (SEND_ACT, SEND_GRAD)}
+        if self._layered:  # what one block hands to the next waits for it as a message would
+            inner = range(1, len(self._job.model.blocks))
+            sent |= {(op, b) for b in inner for op in (SEND_ACT, SEND_GRAD)}
+        entry, back = (SEND_ACT, SEND_GRAD) if self._layered else (RECV_ACT, RECV_GRAD)
         for i, (action, start, end) in enumerate(zip(row.actions, row.start_ns, row.end_ns, strict=True)):
             op, mb = action.op, action.mb
             if op == F:
@@ -217,8 +222,8 @@ class _Walk:
                 add((start, saved, _SAVED, i))
                 add((start, work, _WORK, i))
                 add((end, -work, _WORK, i))
-                if (RECV_ACT, action.lo, mb) in waiting:
-                    add((start, -waiting.pop((RECV_ACT, action.lo, mb)), _MESSAGES, i))
+                if (entry, action.lo, mb) in waiting:
+                    add((start, -waiting.pop((entry, action.lo, mb)), _MESSAGES, i))
                 if (SEND_ACT, action.hi) in sent:
                     waiting[SEND_ACT, action.hi, mb] = nbytes = self._boundary(action.hi - 1, sizes[mb])
                     add((end, nbytes, _MESSAGES, i))
@@ -235,8 +240,8 @@ class _Walk:
                         if u in self._reduced and u not in buffers:
                             buffers.add(u)
                             add((start, self._gradient(u), _BUFFERS, i))
-                if (RECV_GRAD, action.hi, mb) in waiting:
-                    add((end, -waiting.pop((RECV_GRAD, action.hi, mb)), _MESSAGES, i))
+                if (back, action.hi, mb) in waiting:
+                    add((end, -waiting.pop((back, action.hi, mb)), _MESSAGES, i))
                 if (SEND_GRAD, action.lo) in sent and op != W:
                     waiting[SEND_GRAD, action.lo, mb] = nbytes = self._boundary(action.lo - 1, sizes[mb])
                     add((end, nbytes, _MESSAGES, i))
