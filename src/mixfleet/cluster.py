@@ -114,6 +114,8 @@ class Node(Spec, frozen=True, kw_only=True):
     devices: tuple[Device, ...]
     link: Link
     nic: Link
+    nics: int = 1
+    """Adapters that make up `nic`, in equal parts, each next to as many devices; a device sends through its own."""
     rack: str = ""
     zone: str = ""
     host_memory_bytes: int = 0
@@ -121,6 +123,16 @@ class Node(Spec, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not self.devices:
             raise InputError(f"node {self.name}: devices is empty")
+        if self.nics < 1:
+            raise InputError(f"node {self.name}: nics is {self.nics}; it must be at least 1")
+
+    def adapter(self, local: int, way: str) -> Port | None:
+        """The port of the adapter that device `local` uses; None where the node has just one."""
+        parts = min(self.nics, len(self.devices))
+        if parts == 1:
+            return None
+        index = local * parts // len(self.devices)
+        return Port(f"{self.name}:nic{index}:{way}", self.nic.bandwidth_Bps / parts, self.nic.name)
 
 
 class Port(NamedTuple):
@@ -205,7 +217,8 @@ class Cluster(Spec, frozen=True, kw_only=True, dict=True):
         into = Port(f"{there.name}:{self.local_of[b]}:in", there.link.bandwidth_Bps, there.link.name)
         if i == j:
             return Path(here.link.latency_s, (out, into), "device" if a == b else "node")
-        ports = [out, Port(f"{here.name}:nic:out", here.nic.bandwidth_Bps, here.nic.name)]
+        own, other = here.adapter(self.local_of[a], "out"), there.adapter(self.local_of[b], "in")
+        ports = [out, *([own] if own else []), Port(f"{here.name}:nic:out", here.nic.bandwidth_Bps, here.nic.name)]
         latency = here.nic.latency_s + there.nic.latency_s
         level = "nic"
         if self.node_matrix_Bps:
@@ -224,7 +237,8 @@ class Cluster(Spec, frozen=True, kw_only=True, dict=True):
                 latency += self.zone_uplink.latency_s
                 ports += [Port(f"zone {n.zone}:{way}", self.zone_uplink.bandwidth_Bps, self.zone_uplink.name)
                           for n, way in ((here, "out"), (there, "in"))]
-        ports += [Port(f"{there.name}:nic:in", there.nic.bandwidth_Bps, there.nic.name), into]
+        ports += [Port(f"{there.name}:nic:in", there.nic.bandwidth_Bps, there.nic.name),
+                  *([other] if other else []), into]
         return Path(latency, tuple(ports), level)
 
     @staticmethod

@@ -100,6 +100,7 @@ class _NodeForm(Spec, frozen=True, kw_only=True):
     devices: str | _DeviceForm | tuple[str | _DeviceForm, ...] = ()
     link: str | _LinkForm = ""
     nic: str | _LinkForm = ""
+    nics: int | None = None
     rack: str = ""
     zone: str = ""
     host_memory: _Bytes | None = None
@@ -170,6 +171,7 @@ def _nodes(doc: Document, keys: Keys, form: _NodeForm, alone: bool) -> Iterator[
     if form.count < 1:
         raise InputError(f"count is {form.count}; it must be at least 1", where=doc.where((*keys, "count")))
     host_memory, link, nic, devices = int(form.host_memory or 0), form.link, None, []
+    nics = 1
     if form.instance:
         if form.devices:
             raise InputError("give either instance or devices", where=doc.where((*keys, "devices")))
@@ -179,7 +181,7 @@ def _nodes(doc: Document, keys: Keys, form: _NodeForm, alone: bool) -> Iterator[
         price = None if shape.price_per_hour is None else shape.price_per_hour / shape.size
         devices = [one.replace(price_per_hour=price)] * shape.size
         host_memory, link = host_memory or shape.host_memory_bytes, link or shape.link
-        nic = Link(name="nic", latency_s=NIC_LATENCY_S, bandwidth_Bps=shape.nic_gbps * GB / 8)
+        nic, nics = Link(name="nic", latency_s=NIC_LATENCY_S, bandwidth_Bps=shape.nic_gbps * GB / 8), shape.nics
     else:
         several = isinstance(form.devices, tuple)
         for i, entry in enumerate(form.devices if isinstance(form.devices, tuple) else (form.devices,)):
@@ -199,8 +201,8 @@ def _nodes(doc: Document, keys: Keys, form: _NodeForm, alone: bool) -> Iterator[
     for i in range(form.count):
         with _located(doc, keys):
             yield Node(name=form.name if form.count == 1 else f"{form.name}-{i}", devices=tuple(devices), link=inner,
-                       nic=nic or inner.replace(name="nic"), rack=form.rack, zone=form.zone,
-                       host_memory_bytes=host_memory)
+                       nic=nic or inner.replace(name="nic"), nics=nics if form.nics is None else form.nics,
+                       rack=form.rack, zone=form.zone, host_memory_bytes=host_memory)
 
 
 def _devices(form: _DeviceForm) -> list[Device]:
@@ -288,6 +290,8 @@ def _node_data(node: Node, count: int, alone: bool) -> dict[str, Any]:
         data["link"] = link
     if not (alone and node.nic == node.link.replace(name="nic")):
         data["nic"] = _link_data(node.nic, "nic", bits=True)
+    if node.nics != 1:
+        data["nics"] = node.nics
     if node.host_memory_bytes:
         data["host_memory"] = text_bytes(node.host_memory_bytes)
     return data | {key: getattr(node, key) for key in ("rack", "zone") if getattr(node, key)}

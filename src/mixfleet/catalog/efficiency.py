@@ -6,6 +6,8 @@ explains them) per architecture generation and operator kind. A `Device` may ove
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 DEFAULT = "default"
 
 EFFICIENCY: dict[str, dict[str, float]] = {
@@ -42,6 +44,18 @@ GAP_S = 2e-6
 FUSED_ATTENTION = ("Ampere", "Ada", "Hopper", "Blackwell", "CDNA2", "CDNA3", "CDNA4", "cpu")
 """Generations for which PyTorch ships a flash attention kernel."""
 
+
+class Protocol(NamedTuple):
+    """How collectives move pieces."""
+
+    call_s: float
+    """Seconds of a call that depend neither on bytes nor on ranks."""
+    latency: float
+    """Latency of a hop as a part of the link's."""
+    wire: float
+    """Bytes on the wire per byte of payload."""
+
+
 LINK_EFFICIENCY: tuple[tuple[str, float], ...] = (
     ("nvlink", 0.77), ("xgmi", 0.75), ("pcie", 0.75), ("efa", 0.77), ("ethernet", 0.85), ("nic", 0.88),
     ("infiniband", 0.88), ("roce", 0.88),
@@ -49,7 +63,24 @@ LINK_EFFICIENCY: tuple[tuple[str, float], ...] = (
 """Part of the nominal rate that transfers reach, by a word of the link's name; 1 for links named otherwise, whose
 bandwidth counts as measured."""
 
-COLLECTIVE_S: dict[str, float] = {"gpu": 8e-6, "cpu": 100e-6}
+PROTOCOLS: dict[str, Protocol] = {
+    "simple": Protocol(8.4e-6, 1.0, 1.0),
+    "ll128": Protocol(8.4e-6, 0.56, 128 / 120),
+    "ll": Protocol(6.6e-6, 0.18, 2.0),
+}
+"""NCCL's ways to move a piece (Hu et al., 2025): whole buffers behind a fence; lines of 128 bytes of which 8 are a flag,
+on NVLink only; words of 8 bytes of which 4 are a flag. Latencies relative to those of links are NCCL's table."""
+
+NVLS_RATE = 0.90
+"""Rate of a switch that reduces, as a part of what transfers over the same links reach."""
+OWN_PART = 0.5
+"""What a rank's own 1/n of a buffer costs in a ring over NVLink: its copy is made by the kernel that also sends."""
+STAGED_BPS = 16e9
+"""Bytes per second through the memory of a host whose PCIe cards cannot reach each other."""
+STAGED = ("RTX", "TitanRTX", "L4", "L40", "A10G", "T4")
+"""Cards, by the start of their names, for which drivers or clouds do not offer peer access over PCIe."""
+
+COLLECTIVE_S: dict[str, float] = {"gpu": PROTOCOLS["simple"].call_s, "cpu": 100e-6}
 """Seconds of a collective call that depend neither on bytes nor on ranks."""
 
 SEND_S: dict[str, float] = {"gpu": 6e-6, "cpu": 50e-6}
