@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import multiprocessing.connection
+import pickle
 import tempfile
 from collections import Counter
 from typing import Any, NamedTuple
@@ -134,50 +135,63 @@ def _serve(process: int, size: int, rendezvous: str, pipe: Any) -> None:
 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
-    torch.multiprocessing.set_sharing_strategy("file_system")
     torch.distributed.init_process_group("gloo", init_method=rendezvous, rank=process, world_size=size)
     while (case := pipe.recv()) is not None:
         try:
             if process < len(case.plan.ranks):
-                pipe.send(carry_out(case, process))
+                # By value: torch's own pickling shares memory, through a helper process that a busy machine outruns.
+                pipe.send_bytes(pickle.dumps(carry_out(case, process)))
             else:
                 Groups(case.plan, cuda=False)
         except BaseException:
             import traceback
 
-            pipe.send(traceback.format_exc())
+            pipe.send_bytes(pickle.dumps(traceback.format_exc()))
     os._exit(0)
 
 
 class Pool:
-    """Start it once; `run` gives the outcomes of all ranks of a plan."""
+    """`run` gives the outcomes of all ranks of a plan. The processes live on, unless a case fails in them."""
 
     def __init__(self, size: int = 4) -> None:
+        self._size = size
+        self._start()
+
+    def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         self._directory = tempfile.TemporaryDirectory()
-        self._pipes = []
-        for process in range(size):
+        self._pipes, self._processes = [], []
+        for process in range(self._size):
             here, there = context.Pipe()
-            context.Process(target=_serve, daemon=True, args=(
-                process, size, f"file://{self._directory.name}/rendezvous", there)).start()
+            self._processes.append(context.Process(target=_serve, daemon=True, args=(
+                process, self._size, f"file://{self._directory.name}/rendezvous", there)))
+            self._processes[-1].start()
             self._pipes.append(here)
 
     def run(self, case: Case) -> list[Outcome]:
+        try:
+            return self._run(case)
+        except BaseException:  # what others still send would be taken for answers to the next case
+            self.close()
+            self._start()
+            raise
+
+    def _run(self, case: Case) -> list[Outcome]:
         pipes = self._pipes[:len(case.plan.ranks)]
         for p in self._pipes:
             p.send(case)
         found: dict[Any, Outcome] = {}
         while len(found) < len(pipes):
-            ready = multiprocessing.connection.wait([p for p in pipes if p not in found], 60)
+            ready = multiprocessing.connection.wait([p for p in pipes if p not in found], 120)
             assert ready, f"{len(pipes) - len(found)} ranks hang"
             for p in ready:
-                found[p] = p.recv()
+                found[p] = pickle.loads(p.recv_bytes())
                 assert not isinstance(found[p], str), found[p]
         return [found[p] for p in pipes]
 
     def close(self) -> None:
-        for p in self._pipes:
-            p.send(None)
+        for process in self._processes:
+            process.kill()
 
 
 def expected_bytes(case: Case) -> dict[tuple[str, int, int], int]:
