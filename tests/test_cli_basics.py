@@ -14,7 +14,7 @@ from mixfleet.errors import RunError
 from mixfleet.report import chrome
 from mixfleet.trace import Span, Trace
 
-COMMANDS = ("compare", "discover", "plan", "predict", "show", "train")
+COMMANDS = ("calibrate", "compare", "discover", "plan", "predict", "schedules", "show", "testbed", "train", "validate")
 
 
 @pytest.fixture

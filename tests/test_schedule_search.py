@@ -15,7 +15,8 @@ from mixfleet.errors import InputError
 from mixfleet.schedule.exact import bound, solve
 from mixfleet.schedule.greedy import Orders, Step, Work, makespan, stuck
 from mixfleet.schedule.named import SCHEDULES
-from mixfleet.schedule.search import halves, in_flight, search
+from mixfleet.schedule.properties import in_flight
+from mixfleet.schedule.search import halves, search
 
 
 def words(counts: dict[tuple[str, int], int], chunks: list[int], limit: int) -> Iterator[tuple[Step, ...]]:

@@ -17,6 +17,7 @@ from mixfleet.cli.compare import compare
 from mixfleet.cli.discover import discover
 from mixfleet.cli.plan import plan
 from mixfleet.cli.predict import predict
+from mixfleet.cli.schedules import schedules
 from mixfleet.cli.show import show
 from mixfleet.cli.testbed import testbed
 from mixfleet.cli.train import train
@@ -50,7 +51,7 @@ def cli() -> None:
     """
 
 
-for _command in (discover, show, predict, plan, train, compare, validate, calibrate, testbed):
+for _command in (discover, show, schedules, predict, plan, train, compare, validate, calibrate, testbed):
     cli.add_command(_command)
 
 

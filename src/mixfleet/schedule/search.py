@@ -17,6 +17,7 @@ from mixfleet.errors import InputError
 from mixfleet.schedule.exact import EPSILON, bound, solve
 from mixfleet.schedule.greedy import B, F, I, Orders, Rule, Step, W, Work, greedy, makespan
 from mixfleet.schedule.named import SCHEDULES
+from mixfleet.schedule.properties import in_flight
 
 PLAYED = 1_000_000
 """Steps played by the local search, by default: about two seconds."""
@@ -40,16 +41,6 @@ class Found(NamedTuple):
     def proven(self) -> bool:
         """Whether nothing better exists."""
         return self.makespan <= self.bound * (1 + EPSILON)
-
-
-def in_flight(order: tuple[Step, ...]) -> int:
-    """The most micro-batches, times chunks, that a device holds between forward and the end of backward."""
-    halved = {(k, m) for op, k, m in order if op == W}
-    held = peak = 0
-    for op, k, m in order:
-        held += 1 if op == F else -1 if op == W or (k, m) not in halved else 0
-        peak = max(peak, held)
-    return peak
 
 
 def halves(orders: Orders) -> Orders:

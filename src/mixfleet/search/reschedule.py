@@ -7,7 +7,8 @@ from mixfleet.cost.memory import allocator_factor
 from mixfleet.job import Job
 from mixfleet.plan import Plan, why_not
 from mixfleet.schedule.greedy import Orders, show_steps
-from mixfleet.schedule.search import PLAYED, in_flight, search
+from mixfleet.schedule.properties import in_flight
+from mixfleet.schedule.search import PLAYED, search
 from mixfleet.sim import Prediction, predict
 from mixfleet.sim.times import work_of
 

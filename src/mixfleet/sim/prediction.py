@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import ceil
 
 from mixfleet import trace as tr
 from mixfleet.cluster import Cluster, Device
 from mixfleet.cost.kernels import compute_dtype
-from mixfleet.cost.memory import attention_note
+from mixfleet.cost.memory import allocator_factor, attention_note
 from mixfleet.cost.money import price_per_million_tokens, step_energy_j, step_price
 from mixfleet.errors import InputError
 from mixfleet.job import Job
@@ -15,6 +16,8 @@ from mixfleet.plan import Plan, why_not
 from mixfleet.program.action import Action, B, F, Program, stream_of
 from mixfleet.program.layout import Layout
 from mixfleet.program.lower import lower
+from mixfleet.schedule.named import SCHEDULES
+from mixfleet.schedule.properties import in_flight
 from mixfleet.sim.interpreter import CATEGORY, Played, Row, play
 from mixfleet.sim.memory import Memory, Peak, follow
 from mixfleet.sim.sent import Sent, bytes_sent
@@ -289,6 +292,24 @@ def _reasons(devices: tuple[DeviceUse, ...], plan: Plan, job: Job, cluster: Clus
                + _advice(worst, plan, job, cluster.devices[worst.rank]))
 
 
+def _lighter(use: DeviceUse, plan: Plan, device: Device) -> list[str]:
+    """How many micro-batches in flight would fit, and which schedules hold no more on any device that lacks memory."""
+    pipeline = plan.pipelines[use.pipeline]
+    home, count = tuple(c.stage for c in pipeline.chain), len(pipeline.micro_batches)
+    held = in_flight(pipeline.orders(plan.schedule)[use.stage])
+    one = use.breakdown.get("activations", 0) * allocator_factor(device) / held
+    if held < 2 or not one:
+        return []
+    fit = held - ceil(use.lacks_bytes / one)
+    what = "micro-batches" if len(home) == len(pipeline.stages) else "micro-batches times chunks"
+    if fit < 1:
+        return []
+    lighter = [name for name, schedule in SCHEDULES.items() if schedule.why_not(home, count) is None
+               and in_flight(schedule.orders(home, count)[use.stage]) <= fit]
+    return [f"at most {fit} of the {held} {what} now in flight here, as under {' or '.join(lighter)}" if lighter else
+            f"an order with at most {fit} of the {held} {what} now in flight here"]
+
+
 def _advice(use: DeviceUse, plan: Plan, job: Job, device: Device) -> str:
     """What would help most, by what is held at the peak."""
     pipeline, held = plan.pipelines[use.pipeline], use.breakdown
@@ -297,6 +318,7 @@ def _advice(use: DeviceUse, plan: Plan, job: Job, device: Device) -> str:
     state = sum(held.get(k, 0) for k in ("weights", "gradients", "master", "moments"))
     tips = []
     if moving > state:
+        tips += _lighter(use, plan, device)
         if stage.recompute != "full":
             tips.append(f"recompute {'selective or full' if stage.recompute == 'none' else 'full'}")
         if pipeline.micro_batch > 1:

@@ -1,0 +1,48 @@
+"""`mixfleet schedules`: which pipeline schedules are there, and what do they cost?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from mixfleet.cli._common import emit, emit_json, json_option, progress
+
+
+@click.command()
+@click.option("--stages", type=click.IntRange(1, 64), default=4, show_default=True, help="Devices in the pipeline.")
+@click.option("--micro-batches", type=click.IntRange(1, 1024), default=8, show_default=True, help="Per step.")
+@click.option("--chunks", type=click.IntRange(1, 16), default=2, show_default=True,
+              help="Block ranges per stage, for schedules that pass a device several times.")
+@click.option("--svg", type=click.Path(file_okay=False, path_type=Path), help="Draw each into this folder.")
+@json_option
+def schedules(stages: int, micro_batches: int, chunks: int, svg: Path | None, as_json: bool) -> None:
+    """List the pipeline schedules. All figures are computed from the orders themselves.
+
+    A stage's forward takes 1, its backward 2 or two halves of 1, messages nothing.
+    """
+    from mixfleet.report import schedules as report
+    from mixfleet.schedule.greedy import Work
+    from mixfleet.schedule.named import SCHEDULES
+    from mixfleet.schedule.properties import Properties, properties
+
+    found, refused = [], {}
+    for name in SCHEDULES:
+        one = properties(name, stages, micro_batches, chunks)
+        if isinstance(one, Properties):
+            found.append(one)
+        else:
+            refused[name] = one
+    if svg:
+        svg.mkdir(parents=True, exist_ok=True)
+        for p in found:
+            part = (stages / len(p.home),) * len(p.home)
+            work = Work(p.home, micro_batches, part, part if p.splits else tuple(2 * x for x in part),
+                        part if p.splits else ())
+            picture = report.svg(work, SCHEDULES[p.name].orders(p.home, micro_batches))
+            (svg / f"{p.name}.svg").write_text(picture, encoding="utf-8")
+        progress(f"wrote {len(found)} pictures to {svg}")
+    if as_json:
+        emit_json({"schedules": found, "refused": refused})
+    else:
+        emit(report.table(found, refused))

@@ -1,0 +1,76 @@
+"""Schedules as a table and as pictures: a row per device, a box per step with the number of its micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from mixfleet.report.views import Table, View, percent
+from mixfleet.schedule.greedy import Orders, Work, timeline
+from mixfleet.schedule.properties import Properties
+from mixfleet.units import show_bytes, show_seconds
+
+if TYPE_CHECKING:
+    from mixfleet.plan import Plan
+    from mixfleet.sim.prediction import Prediction
+
+COLOURS = {"F": "#5b8fd6", "B": "#2f5fa8", "I": "#2f5fa8", "W": "#8457b0"}
+_WORDS = {"F": "forward", "B": "backward", "I": "backward, input half", "W": "weight half"}
+_ROW, _LABEL = 22, 70
+
+
+def table(found: Iterable[Properties], refused: Mapping[str, str]) -> View:
+    """All schedules with what they cost; those that do not suit with the reason."""
+    rows = [[p.name, percent(p.bubble), " ".join(f"{n:g}" for n in p.in_flight), str(p.messages),
+             "yes" if p.splits else "", "yes" if p.synchronous else "no", p.wants] for p in found]
+    rows += [[name, "", "", "", "", "", reason] for name, reason in refused.items()]
+    return View("schedules", tables=[Table(
+        ["schedule", ">bubble", "in flight per stage", ">messages", "split backward", "synchronous", "wants"], rows)])
+
+
+def comparison(found: Mapping[str, tuple[Plan, Prediction] | str]) -> View:
+    """One plan under several schedules: those that fit first, fastest first."""
+    rows: list[tuple[tuple[bool, float], list[str]]] = []
+    for name, one in found.items():
+        if isinstance(one, str):
+            rows.append(((True, float("inf")), [name, "", "", "", one]))
+            continue
+        _, p = one
+        peak = f"{show_bytes(p.peak.peak_bytes)} of {show_bytes(p.peak.capacity_bytes)} ({p.peak.device})"
+        rows.append(((not p.fits, p.step_s), [name, show_seconds(p.step_s), percent(p.bubble), peak,
+                                              "" if p.fits else f"does not fit: {p.reasons[0]}"]))
+    return View("the plan under other schedules", tables=[Table(
+        ["schedule", ">step", ">bubble", "fullest device", "why not"],
+        [row for _, row in sorted(rows, key=lambda item: item[0])])])
+
+
+def svg(work: Work, orders: Orders, *, width: int = 900, title: str = "") -> str:
+    """The orders in time. Later chunks of a device are lighter."""
+    done = timeline(work, orders)
+    end = max(stop for _, stop in done.values())
+    scale = (width - _LABEL - 10) / end
+    top = 24 if title else 4
+    body = [f'<text x="0" y="15" font-weight="600">{title}</text>'] if title else []
+    for d, order in enumerate(orders):
+        y = top + d * _ROW
+        body.append(f'<text x="0" y="{y + 15}">device {d}</text><rect x="{_LABEL}" y="{y}" width="{end * scale:.1f}" '
+                    f'height="{_ROW - 2}" fill="currentColor" opacity=".06"/>')
+        mine = sorted({k for _, k, _ in order})
+        for step in order:
+            op, k, m = step
+            start, stop = done[step]
+            wide = (stop - start) * scale
+            light = 1 - 0.45 * mine.index(k) / max(len(mine) - 1, 1)
+            body.append(f'<rect x="{_LABEL + start * scale:.1f}" y="{y}" width="{max(wide - 0.8, 0.4):.1f}" '
+                        f'height="{_ROW - 2}" fill="{COLOURS[op]}" opacity="{light:.2f}"><title>{op}{k}.{m}</title>'
+                        "</rect>")
+            if wide > 8:
+                body.append(f'<text x="{_LABEL + (start + stop) / 2 * scale:.1f}" y="{y + 14}" text-anchor="middle" '
+                            f'fill="#fff" font-size="10">{m}</text>')
+    y, x = top + len(orders) * _ROW + 12, _LABEL
+    for op in dict.fromkeys(op for order in orders for op, _, _ in order):
+        body.append(f'<rect x="{x}" y="{y - 9}" width="11" height="11" fill="{COLOURS[op]}"/>'
+                    f'<text x="{x + 16}" y="{y}">{_WORDS[op]}</text>')
+        x += 40 + 7 * len(_WORDS[op])
+    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {y + 8}" role="img" fill="#1d232b" '
+            f'font-family="system-ui,sans-serif" font-size="12">{"".join(body)}</svg>\n')

@@ -1,0 +1,78 @@
+"""What a schedule costs and holds, read from its orders: nothing here is typed in."""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+from mixfleet.schedule.greedy import F, Orders, Step, W, Work, makespan
+from mixfleet.schedule.named import SCHEDULES, Homes
+
+
+class Properties(NamedTuple):
+    """One schedule on some stages. A stage's whole forward takes 1, its backward 2 (in halves 1 and 1), messages 0."""
+
+    name: str
+    home: Homes
+    micro_batches: int
+    bubble: float
+    """Share of all devices' time in which they do nothing."""
+    over_ideal: float
+    """The same over the time that the work alone takes, as most papers count it."""
+    in_flight: tuple[float, ...]
+    """The most micro-batches that each device holds at a time, in micro-batches of all its layers."""
+    messages: int
+    """Sends per micro-batch over all devices, activations and gradients."""
+    splits: bool
+    synchronous: bool
+    """Whether every gradient is that of the weights at the start of the step: no step is taken inside the order."""
+    wants: str
+    """What it asks of chunks and micro-batches."""
+
+
+def in_flight(order: tuple[Step, ...]) -> int:
+    """The most micro-batches, times chunks, that a device holds between forward and the end of backward."""
+    halved = {(k, m) for op, k, m in order if op == W}
+    held = peak = 0
+    for op, k, m in order:
+        held += 1 if op == F else -1 if op == W or (k, m) not in halved else 0
+        peak = max(peak, held)
+    return peak
+
+
+def properties(name: str, stages: int, micro_batches: int, chunks: int = 2) -> Properties | str:
+    """Of a named schedule; `chunks` per stage for those that take several. Text says why it does not suit."""
+    schedule = SCHEDULES[name]
+    rounds = 1 if schedule.most_rounds == 1 else chunks
+    home = schedule.place(stages, rounds)
+    reason = schedule.why_not(home, micro_batches)
+    return reason if reason else of_orders(name, home, micro_batches, schedule.orders(home, micro_batches))
+
+
+def of_orders(name: str, home: Homes, micro_batches: int, orders: Orders) -> Properties:
+    """Of any sound orders; `name` need not be a named schedule."""
+    splits = any(op == W for order in orders for op, _, _ in order)
+    rounds = len(home) // len(orders)
+    part = (1.0 / rounds,) * len(home)
+    double = tuple(2 * x for x in part)
+    span = makespan(Work(home, micro_batches, part, part if splits else double, part if splits else ()), orders)
+    ideal = 3.0 * micro_batches
+    return Properties(
+        name, home, micro_batches, 1 - ideal / span, span / ideal - 1,
+        tuple(in_flight(order) / rounds for order in orders),
+        2 * sum(a != b for a, b in itertools.pairwise(home)), splits,
+        all(op in "FBIW" for order in orders for op, _, _ in order), _wants(name))
+
+
+def _wants(name: str) -> str:
+    schedule = SCHEDULES.get(name)
+    if schedule is None:
+        return ""
+    sample = schedule.place(3, max(2, schedule.rounds))
+    many = schedule.most_rounds > schedule.rounds
+    return "; ".join(filter(None, (
+        "one chunk per stage" if schedule.most_rounds == 1 else
+        f"{schedule.rounds}{' or more' if many else ''} chunks per stage"
+        + (", an even number" if schedule.even_rounds and many else "")
+        + (", round and round" if sample[3] == 0 else ", there and back"),
+        "micro-batches in groups of the stages" if schedule.divides else "")))

@@ -1,0 +1,91 @@
+"""What the commands say about schedules: figures against hand-worked ones, pictures, variants of a plan, memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from mixfleet.cli import main
+from mixfleet.errors import InputError
+from mixfleet.plan import Plan, why_not
+from mixfleet.schedule.named import SCHEDULES
+from mixfleet.schedule.properties import properties
+from mixfleet.search.variants import compare, under
+from mixfleet.sim import predict
+from sim_toys import block, cluster, device, job, straight
+
+
+@pytest.mark.parametrize(("name", "over", "held", "messages"), [
+    ("gpipe", 3 / 8, (8, 8, 8, 8), 6),
+    ("1f1b", 3 / 8, (4, 3, 2, 1), 6),
+    ("interleaved", 3 / 16, (5.5, 4.5, 3.5, 2.5), 14),  # warm-up 2(p - d - 1) + p, then one more, in halves
+    ("zb-h1", 1 / 8, (4, 4, 4, 4), 6),
+    ("zb-v", 1 / 16, None, 12),  # no message at the turning point
+])
+def test_figures_of_four_stages_and_eight_micro_batches(name, over, held, messages):
+    found = properties(name, 4, 8)
+    assert found.over_ideal == pytest.approx(over)
+    assert found.bubble == pytest.approx(over / (1 + over))
+    assert held is None or found.in_flight == held
+    assert found.messages == messages
+    assert found.splits == SCHEDULES[name].splits
+
+
+def test_more_waves_mean_smaller_bubbles():
+    """As published, and below 1F1B's; with as many micro-batches as stages."""
+    for p in (4, 8):
+        bubbles = [properties("1f1b", p, p).bubble] + [properties("wave", p, p, 2 * w).bubble for w in (1, 2, 4)]
+        assert bubbles == sorted(bubbles, reverse=True)
+        assert len(set(bubbles)) == 4
+
+
+def test_the_command_lists_all_and_says_what_does_not_suit(capsys, tmp_path: Path):
+    assert main(["schedules", "--micro-batches", "6", "--json", "--svg", str(tmp_path)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {p["name"] for p in found["schedules"]} | set(found["refused"]) == set(SCHEDULES)
+    assert found["refused"] == {"interleaved": "wants micro-batches in groups of 4; there are 6, nearest 4 or 8"}
+    for p in found["schedules"]:
+        tree = ElementTree.parse(tmp_path / f"{p['name']}.svg").getroot()
+        boxes = [t.text for t in tree.iter("{http://www.w3.org/2000/svg}title")]
+        assert len(boxes) == len(set(boxes)) == len(p["home"]) * 6 * (3 if p["splits"] else 2)
+
+
+def chain(samples=4, memory=10**10, schedule="1f1b") -> tuple[Plan, object, object]:
+    times = [(1, 2), (1, 3), (2, 3), (2, 5), (1, 2)]
+    return (straight((0, 3, 5), samples, schedule), job([block(i) for i in range(5)], samples),
+            cluster(*[device(times).replace(memory_bytes=memory)] * 2))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_plan_under_other_schedules_keeps_devices_and_blocks(name):
+    plan, job_, cluster_ = chain()
+    other = under(plan, name, job_, cluster_)
+    assert isinstance(other, Plan)
+    assert why_not(other, job_, cluster_) is None
+    assert other.schedule == name
+    assert [(s.size, s.devices) for s in other.pipelines[0].stages] == [(3, (0,)), (2, (1,))]
+
+
+def test_comparison_gives_reasons_and_is_the_simulators():
+    plan, job_, cluster_ = chain(samples=3)
+    found = compare(plan, ["1f1b", "interleaved", "searched"], job_, cluster_)
+    assert found["interleaved"].endswith("wants micro-batches in groups of 2; there are 3, nearest 2 or 4")
+    assert found["1f1b"][1].step_s == predict(plan, job_, cluster_).step_s
+    assert isinstance(found["searched"], str) or found["searched"][1].step_s < found["1f1b"][1].step_s
+    thin = plan.replace(pipelines=(straight((0, 4, 5), 3).pipelines[0],))
+    assert "stage 1 of pipeline 0 has 1 block(s)" in compare(thin, ["wave"], job_, cluster_)["wave"]
+    with pytest.raises(InputError, match="did you mean '1f1b'"):
+        compare(plan, ["1f2b"], job_, cluster_)
+
+
+def test_too_little_memory_says_how_many_micro_batches_fit():
+    plan, job_, cluster_ = chain(samples=6)
+    most = max(d.peak_bytes for d in predict(plan, job_, cluster_).devices)
+    gpipe, job_, cluster_ = chain(samples=6, memory=most + 4000, schedule="gpipe")
+    short = predict(gpipe, job_, cluster_)
+    assert not short.fits
+    # Stage 0 of two holds 2 micro-batches under 1F1B.
+    assert "at most 2 of the 6 micro-batches now in flight here, as under 1f1b" in short.reasons[0]
