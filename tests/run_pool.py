@@ -59,10 +59,10 @@ def chunked(schedule: str, cuts: tuple[int, ...], *devices: tuple[int, ...], sam
 
 
 def plan(*pipelines: Pipeline, sharding: tuple[int, int, int] = (1, 1, 1), schedule: str = "1f1b",
-         shares: tuple[int, ...] = (), accumulation: str = "plain") -> Plan:
+         shares: tuple[int, ...] = (), accumulation: str = "plain", hierarchical: int = 0) -> Plan:
     w, g, o = sharding
     return Plan(pipelines=pipelines, schedule=schedule, accumulation=accumulation,  # type: ignore[arg-type]
-                sharding=Sharding(weights=w, gradients=g, optimizer=o, shares=shares))
+                sharding=Sharding(weights=w, gradients=g, optimizer=o, shares=shares, hierarchical=hierarchical))
 
 
 class MaskedSource(DecoderSource):

@@ -69,6 +69,8 @@ def mixed_plans():
         Pipeline(samples=3, micro_batch=1, replicas=1, stages=(stage(0, 6, (4, 5), 2),))))
     yield Plan(accumulation="layered", sharding=Sharding(weights=4, gradients=4, optimizer=4), pipelines=(
         Pipeline(samples=3, micro_batch=1, replicas=4, stages=(stage(0, 6, (0, 1, 2, 3)),)),))
+    yield Plan(sharding=Sharding(weights=8, gradients=8, optimizer=8, hierarchical=4), pipelines=(
+        Pipeline(samples=2, micro_batch=1, replicas=8, stages=(stage(0, 6, tuple(range(8))),)),))
     yield Plan(sharding=Sharding(weights=4, gradients=4, optimizer=8, shares=(2, 2, 1, 1, 2, 2, 1, 1)), pipelines=(
         Pipeline(samples=2, micro_batch=1, replicas=8, stages=(stage(0, 6, tuple(range(8))),)),))
     yield Plan(sharding=Sharding(weights=5, gradients=5, optimizer=10), pipelines=(

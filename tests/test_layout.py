@@ -50,7 +50,10 @@ def check_state_flow(plan: Plan, model: Model, micro_batches: int = 2) -> None:
                 total[c] += g
             if layout.needed(REDUCE, u):
                 step = zeros(layout, u)
-                reduce_into(layout.reduce(u), grads, step)
+                *inside, last = layout.reduces(u)
+                for reduction in inside:
+                    reduce_into(reduction, grads, grads)
+                reduce_into(last, grads, step)
                 grads = step
             for key, g in grads.items():
                 accumulated[key] += g
@@ -72,7 +75,10 @@ def check_state_flow(plan: Plan, model: Model, micro_batches: int = 2) -> None:
             assert (values[lo:hi] == total[c][lo:hi]).all()
             full[r, c][lo:hi] = values[lo:hi]
         if layout.needed(GATHER, u):
-            copy_moves(layout.gather(u), weights, full)
+            first, *more = layout.gathers(u)
+            copy_moves(first, weights, full)
+            for moves in more:
+                copy_moves(moves, {k: v.copy() for k, v in full.items()}, full)
         for (_, c), values in full.items():
             assert (values == total[c]).all()
 
@@ -116,7 +122,10 @@ def plans(draw: st.DrawFn) -> Plan:
     n = sum(p.replicas for p in pipelines)
     w, g, o = sorted(draw(st.integers(1, n)) for _ in range(3))
     shares = draw(st.just(()) | st.tuples(*[st.sampled_from([0, 1, 1, 2, 3, 7])] * n).filter(sum))
-    plan = Plan(pipelines=tuple(pipelines), sharding=Sharding(weights=w, gradients=g, optimizer=o, shares=shares))
+    k = draw(st.sampled_from([0, 2, 3]))
+    hierarchical = k if k and all(len(m) <= k or len(m) % k == 0 for d in (w, g) for m in groups(n, d)) else 0
+    plan = Plan(pipelines=tuple(pipelines), sharding=Sharding(weights=w, gradients=g, optimizer=o, shares=shares,
+                                                              hierarchical=hierarchical))
     empty = any(shares and d > 1 and not sum(shares[k] for k in group) for d in (w, g, o) for group in groups(n, d))
     return plan.replace(sharding=plan.sharding.replace(shares=())) if empty else plan
 
@@ -226,6 +235,21 @@ def test_equal_shares_are_no_shares() -> None:
                       for s in ((), (3, 3, 3, 3)))
     assert not shared.irregular
     assert layout.moves(PUBLISH, 1) == shared.moves(PUBLISH, 1)
+
+
+@pytest.mark.parametrize(("p", "k"), [(4, 2), (6, 3), (8, 2), (8, 4)])
+def test_hierarchical_moves_leave_a_node_once(p: int, k: int) -> None:
+    """S42 (b): node egress of a gather is (p-k) M/p; sent directly, it is k times as much. Hop 1 is the same."""
+    flat = toy.data_parallel(p, p, p, p)
+    staged = flat.replace(sharding=flat.sharding.replace(hierarchical=k))
+    for plan, times in ((flat, k), (staged, 1)):
+        layout = Layout(plan, toy.model())
+        for op in (GATHER, REDUCE):
+            out = [sum(m.hi - m.lo for m in layout.moves(op, 1) if m.src // k == node != m.dst // k)
+                   for node in range(p // k)]
+            assert sum(out) == times * (p // k - 1) * layout.units[1].elements, op
+            assert max(out) - min(out) <= times * p
+        check_state_flow(plan, toy.model(tied=True))
 
 
 def test_groups_of_any_size() -> None:

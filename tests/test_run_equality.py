@@ -11,6 +11,7 @@ import torch
 from mixfleet.job import Optimizer
 from mixfleet.plan import why_not
 from mixfleet.program.layout import Layout
+from mixfleet.program.lower import lower
 from run_pool import CLUSTER, Case, Outcome, Pool, Reference, chunked, expected_bytes, job, pipe, plan, reference
 
 TOLERANCE = 1e-9
@@ -97,6 +98,12 @@ CASES = {
         plan(pipe((0, 5), (0, 1, 2, 3), samples=3, micro_batch=1, tensor=(2,), replicas=2), sharding=(2, 2, 2),
              accumulation="layered"), job(figures=_QWEN, **_CLIP)),
     "layered, one rank": Case(plan(pipe((0, 5), (0,), samples=6, micro_batch=4), accumulation="layered"), job()),
+    "zero-3 of two nodes of two, hierarchical": Case(
+        plan(pipe((0, 5), (0, 1, 2, 3), samples=2, micro_batch=1, replicas=4), sharding=(4, 4, 4), hierarchical=2),
+        job(8, figures=_TIED, **_CLIP)),
+    "weights in fours, optimizer too, hierarchical, unequal shares": Case(
+        plan(pipe((0, 5), (0, 1, 2, 3), samples=2, micro_batch=2, replicas=4), sharding=(4, 4, 4), hierarchical=2,
+             shares=(3, 1, 0, 2), accumulation="layered"), job(8, figures=_GPT2), masked=True),
     "zero-3 with tensor 2":
         Case(plan(pipe((0, 5), (0, 1, 2, 3), samples=3, micro_batch=2, tensor=(2,), replicas=2), sharding=(2, 2, 2)),
              job(figures=_QWEN, **_CLIP)),
@@ -219,6 +226,26 @@ def test_layered_accumulation_gathers_once_per_layer_and_pass(pool: Pool) -> Non
             assert names == {"G0": 2, "G1": 2, "G2": 2, "G3": 1, "G4": 1, **{f"R{b}": 1 for b in range(5)}}
             sent.add(sum(n for (kind, _), n in outcome.sent.items() if kind in "GR"))
     assert len(sent) == 1
+
+
+def test_hierarchical_gather_is_bitwise_equal_and_leaves_a_node_once(pool: Pool) -> None:
+    """S42 (b), two nodes of two: half of the weights leave each node per gather, all of them if sent directly."""
+    case = CASES["zero-3 of two nodes of two, hierarchical"]._replace(steps=1)
+    flat = case._replace(plan=case.plan.replace(sharding=case.plan.sharding.replace(hierarchical=0)))
+    staged_run, flat_run = pool.run(case), pool.run(flat)
+    assert staged_run[0].losses == flat_run[0].losses
+
+    def egress(outcomes: list[Outcome], node: int) -> int:
+        return sum(n for rank in (2 * node, 2 * node + 1) for (kind, dst), n in outcomes[rank].sent.items()
+                   if kind == "G" and dst // 2 != node)
+
+    layout = Layout(case.plan, case.job.model)
+    gathered = sum(8 * layout.units[a.lo].elements for a in lower(case.plan, case.job.model).roles[0].actions
+                   if a.op == "G")
+    assert egress(staged_run, 0) + egress(staged_run, 1) == gathered  # half of it each, up to uneven cuts
+    for node in (0, 1):
+        assert egress(staged_run, node) == pytest.approx(gathered / 2, rel=0.01)
+        assert egress(flat_run, node) == 2 * egress(staged_run, node)
 
 
 def test_both_hops_are_needed(pool: Pool) -> None:

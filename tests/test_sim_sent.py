@@ -23,6 +23,8 @@ CASES = {
         pipe((0, 5), (0, 1, 2, 3), samples=2, micro_batch=1, replicas=4), sharding=(2, 2, 4)),
     "zero-3 of three, unequal shares": plan(
         pipe((0, 5), (0, 1, 2), samples=2, micro_batch=1, replicas=3), sharding=(3, 3, 3), shares=(5, 1, 2)),
+    "zero-3 of four, hierarchical": plan(
+        pipe((0, 5), (0, 1, 2, 3), samples=2, micro_batch=1, replicas=4), sharding=(4, 4, 4), hierarchical=2),
     "zero-2 of three": plan(pipe((0, 5), (0, 1, 2), samples=2, micro_batch=1, replicas=3), sharding=(1, 3, 3)),
 }
 

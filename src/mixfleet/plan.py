@@ -127,6 +127,9 @@ class Sharding(Spec, frozen=True, kw_only=True):
     shares: tuple[int, ...] = ()
     """Size of each replica's pieces, in the order of the replicas; only the ratio inside a group counts, and 0 holds
     nothing. Empty: equal pieces."""
+    hierarchical: int = 0
+    """So many consecutive replicas share a node: groups over several nodes gather across the nodes first, each piece
+    once per node, then inside them; hop 1 goes the other way. 0: every piece is sent directly."""
 
 
 class Plan(Spec, frozen=True, kw_only=True, dict=True):
@@ -237,6 +240,8 @@ def _reasons(plan: Plan, job: Job, cluster: Cluster) -> Iterator[str]:
     if plan.accumulation == "layered":
         yield from _wrong_layers(plan)
     yield from _wrong_sharding(plan)
+    if plan.sharding.hierarchical:
+        yield from _wrong_hierarchy(plan, cluster)
 
 
 def _wrong_cluster(plan: Plan, cluster: Cluster) -> Iterator[str]:
@@ -345,6 +350,26 @@ def _wrong_sharding(plan: Plan) -> Iterator[str]:
         for group in groups(n, degree):
             together = [plan.pipelines[p] for p in dict.fromkeys(plan.replicas[k][0] for k in group)]
             yield from _unlike(together, kind, plan.schedule, layered=plan.accumulation == "layered")
+
+
+def _wrong_hierarchy(plan: Plan, cluster: Cluster) -> Iterator[str]:
+    k, n = plan.sharding.hierarchical, len(plan.replicas)
+    if k < 0:
+        yield f"sharding.hierarchical is {k}; it cannot be negative"
+        return
+    for kind, degree in (("weights", plan.sharding.weights), ("gradients", plan.sharding.gradients)):
+        for group in groups(n, degree):
+            if len(group) > k and len(group) % k:
+                yield (f"sharding.hierarchical is {k}, which does not divide the {len(group)} replicas that share "
+                       f"{kind}")
+    for start in range(0, n, k):
+        for p, r in plan.replicas[start:start + k]:
+            homes = {cluster.node_of[d] for stage in plan.pipelines[p].stages for d in stage.ranks(r)}
+            first, q = plan.replicas[start]
+            if len({cluster.node_of[plan.pipelines[first].stages[0].ranks(q)[0]], *homes}) > 1:
+                yield (f"sharding.hierarchical is {k}, but replicas {start}-{min(n, start + k) - 1} are not in one node; "
+                       "order the devices node by node, or take the number of replicas per node")
+                return
 
 
 def _wrong_shares(shard: Sharding, n: int) -> Iterator[str]:

@@ -85,6 +85,10 @@ class Reduction(NamedTuple):
     terms: tuple[tuple[int, int, int, int, tuple[int, ...]], ...]
 
 
+_Interval = tuple[int, int, int, list[int], list[int]]
+"""To be summed: (column, lo, hi, contributing ranks, ranks that want the sum)."""
+
+
 class Comm(NamedTuple):
     """What a state-moving action costs one rank, as a collective over `ranks` of a buffer of `elements`."""
 
@@ -209,7 +213,7 @@ class Layout:
     @property
     def irregular(self) -> bool:
         """Whether state moves otherwise than in equal pieces and in one stage: `comms` then only resembles it."""
-        return bool(self._shares)
+        return bool(self._shares or self.plan.sharding.hierarchical)
 
     def share(self, replica: int) -> tuple[tuple[int, int], ...]:
         """The part of each kind of state that a replica holds, as fractions, where the parts are unequal."""
@@ -322,6 +326,50 @@ class Layout:
                      for group in self._groups["weights"] for k in group for i, dst in enumerate(column.holders[k])
                      for q in group if q != k and _length(self.piece("weights", u, c, q)))
 
+    def gathers(self, u: int) -> tuple[tuple[Move, ...], ...]:
+        """The stages of a gather: one, or across nodes among the replicas of each local index, then inside the nodes."""
+        k = self.plan.sharding.hierarchical
+        if not k:
+            return (self.gather(u),)
+        across: list[Move] = []
+        inside: list[Move] = []
+        for c, column in enumerate(self.columns(u)):
+            for group in self._groups["weights"]:
+                width = k if len(group) > k else len(group)
+                for r in group:
+                    node, local = divmod(r - group.start, width)
+                    for q in group:
+                        there, index = divmod(q - group.start, width)
+                        piece = self.piece("weights", u, c, q)
+                        if q == r or not _length(piece):
+                            continue
+                        source = q if index == local else group.start + node * width + index
+                        moves = across if index == local and there != node else inside
+                        moves += [Move(_peer(column.holders[source], i), dst, c, *piece)
+                                  for i, dst in enumerate(column.holders[r])]
+        return tuple(across), tuple(inside)
+
+    def reduces(self, u: int) -> tuple[Reduction, ...]:
+        """The stages of hop 1: one, or inside every node, by local index of the owner, then across nodes."""
+        k = self.plan.sharding.hierarchical
+        if not k or not self._reduces(u):
+            return (self.reduce(u),)
+        inside: list[_Interval] = []
+        across: list[_Interval] = []
+        for c, column in enumerate(self.columns(u)):
+            for group in self._groups["gradients"]:
+                width = k if len(group) > k else len(group)
+                nodes = [group[i:i + width] for i in range(0, len(group), width)]
+                for r in group:
+                    piece, local = self.piece("gradients", u, c, r), (r - group.start) % width
+                    wants = list(column.holders[r])
+                    for node in nodes:
+                        inside.append((c, *piece, [rank for q in node for rank in column.holders[q]],
+                                       list(column.holders[node[local]])))
+                    across.append((c, *piece, [next((rank for rank in column.holders[node[local]] if rank in wants),
+                                                    column.holders[node[local]][0]) for node in nodes], wants))
+        return _reduction(inside), _reduction(across)
+
     def _publish(self, u: int) -> tuple[Move, ...]:
         """Updated weights from the owners of the optimizer state to those who hold the weights."""
         moves = []
@@ -349,7 +397,7 @@ class Layout:
         """Hop 2: accumulated gradients, summed over the groups, to the owners of the optimizer state."""
         return _reduction(part for c in range(len(self.columns(u))) for part in self._sync_parts(u, c))
 
-    def _sync_parts(self, u: int, c: int) -> Iterator[tuple[int, int, int, list[int], list[int]]]:
+    def _sync_parts(self, u: int, c: int) -> Iterator[_Interval]:
         column = self.columns(u)[c]
         kinds: tuple[Kind, ...] = ("gradients", "optimizer") if self._reduces(u) else ("optimizer",)
         points = sorted({x for kind in kinds for k in range(len(self._replicas))
@@ -371,9 +419,9 @@ class Layout:
     def stages(self, op: str, u: int) -> tuple[tuple[Move, ...], ...]:
         """The moves of a G, R, Y or P action of unit `u`, over all ranks, in stages that follow each other."""
         if op in (GATHER, PUBLISH):
-            return (self.gather(u) if op == GATHER else self.publish(u),)
-        reduction = self.reduce(u) if op == REDUCE else self.sync(u)
-        return reduction.sums, reduction.copies
+            return self.gathers(u) if op == GATHER else (self.publish(u),)
+        reductions = self.reduces(u) if op == REDUCE else (self.sync(u),)
+        return tuple(moves for reduction in reductions for moves in (reduction.sums, reduction.copies))
 
     def moves(self, op: str, u: int) -> tuple[Move, ...]:
         """All moves of a G, R, Y or P action of unit `u`, over all ranks."""
@@ -469,8 +517,8 @@ def _overlap(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
     return max(a[0], b[0]), min(a[1], b[1])
 
 
-def _reduction(parts: Iterable[tuple[int, int, int, list[int], list[int]]]) -> Reduction:
-    """Sums and copies for intervals, each given as (column, lo, hi, contributing ranks, ranks that want the sum).
+def _reduction(parts: Iterable[_Interval]) -> Reduction:
+    """Sums and copies for intervals.
 
     Where several ranks want the sum, each adds up a part of the interval and hands it to the others: that moves as
     few bytes as a ring all-reduce, and makes the result bitwise equal everywhere.

@@ -383,6 +383,17 @@ class Sums:
             _each(torch._foreach_copy_, target, total)
 
 
+class Chain:
+    """Exchanges one after another."""
+
+    def __init__(self, exchanges: Sequence[Copies | Sums]) -> None:
+        self._exchanges = exchanges
+
+    def steps(self) -> Steps:
+        for exchange in self._exchanges:
+            yield from exchange.steps()
+
+
 def cut_alike(*lists: list[Tensor]) -> list[list[Tensor]]:
     """Lists of 1-D views of equally many elements, cut further until they are cut at the same places."""
     points = sorted({0, *(p for views in lists for p in accumulate(v.numel() for v in views))})

@@ -36,7 +36,7 @@ from mixfleet.program.action import (
     boundary,
 )
 from mixfleet.program.layout import Layout
-from mixfleet.run.collective import Copies, Fabric, Sums, Task, overlaps
+from mixfleet.run.collective import Chain, Copies, Fabric, Sums, Task, overlaps
 from mixfleet.run.halves import Later, PutOff
 from mixfleet.run.state import DTYPES, Unit, bind
 
@@ -107,7 +107,7 @@ class Interpreter:
         self.is_first, self.is_last = held[0] == 0, held[-1] == len(layout.model.blocks) - 1
         self.modules, self.loss = dict(zip(held, modules)), loss
         self.units: dict[int, Unit] = {}
-        self._exchanges: dict[tuple[str, int], Copies | Sums] = {}
+        self._exchanges: dict[tuple[str, int], Copies | Sums | Chain] = {}
         for u in layout.units_of_stage(role.pipeline, role.stage):
             self.units[u] = Unit(u, self.rank, layout, job, self.device)
             bind(self.units[u], self.modules, layout, self.rank)
@@ -142,14 +142,22 @@ class Interpreter:
         index, layout = unit.index, self.layout
         for op in {a.op for a in self.role.actions if a.op in _TAGS and a.lo == index}:
             tag = index * _TAGS_PER_UNIT + _TAGS[op]
-            exchange: Copies | Sums
+            exchange: Copies | Sums | Chain
             if op == GATHER:
-                exchange = Copies(self.fabric, layout.gather(index), unit.weights, unit.compute, op, tag, unit.kept)
+                first, *more = layout.gathers(index)
+                exchange = Copies(self.fabric, first, unit.weights, unit.compute, op, tag, unit.kept)
+                if more:
+                    exchange = Chain((exchange, *(Copies(self.fabric, moves, unit.compute, unit.compute, op, tag)
+                                                  for moves in more)))
             elif op == PUBLISH:
                 exchange = Copies(self.fabric, layout.publish(index), unit.updated, unit.weights, op, tag,
                                   unit.unpublished)
             elif op == REDUCE:
-                exchange = Sums(self.fabric, layout.reduce(index), unit.grad, unit.acc, op, tag, accumulate=True)
+                *inside, last = layout.reduces(index)
+                exchange = Sums(self.fabric, last, unit.grad, unit.acc, op, tag, accumulate=True)
+                if inside:
+                    exchange = Chain((*(Sums(self.fabric, one, unit.grad, unit.grad, op, tag) for one in inside),
+                                      exchange))
             else:
                 exchange = Sums(self.fabric, layout.sync(index), unit.acc, unit.own, op, tag)
             self._exchanges[op, index] = exchange
