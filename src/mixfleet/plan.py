@@ -367,8 +367,8 @@ def _wrong_hierarchy(plan: Plan, cluster: Cluster) -> Iterator[str]:
             homes = {cluster.node_of[d] for stage in plan.pipelines[p].stages for d in stage.ranks(r)}
             first, q = plan.replicas[start]
             if len({cluster.node_of[plan.pipelines[first].stages[0].ranks(q)[0]], *homes}) > 1:
-                yield (f"sharding.hierarchical is {k}, but replicas {start}-{min(n, start + k) - 1} are not in one node; "
-                       "order the devices node by node, or take the number of replicas per node")
+                yield (f"sharding.hierarchical is {k}, but replicas {start}-{min(n, start + k) - 1} are not in one "
+                       "node; order the devices node by node, or take the number of replicas per node")
                 return
 
 

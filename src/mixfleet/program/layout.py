@@ -327,7 +327,7 @@ class Layout:
                      for q in group if q != k and _length(self.piece("weights", u, c, q)))
 
     def gathers(self, u: int) -> tuple[tuple[Move, ...], ...]:
-        """The stages of a gather: one, or across nodes among the replicas of each local index, then inside the nodes."""
+        """The stages of a gather: one, or across nodes among replicas of equal local index, then inside the nodes."""
         k = self.plan.sharding.hierarchical
         if not k:
             return (self.gather(u),)

@@ -68,7 +68,9 @@ def summary(search: Search, plan: Plan) -> str:
         samples, sizes = (" or ".join(str(n) for n in dict.fromkeys(values)) for values in (
             [p.samples for p in pipelines], [p.micro_batch for p in pipelines]))
         teams.append(f"{sum(p.replicas for p in pipelines)} x {stages}, {samples} samples by {sizes}")
-    return f"{'; '.join(teams)}; {_sharding(plan)}{', layered' if plan.accumulation == 'layered' else ''}"
+    settings = [_sharding(plan), *(["layered"] if plan.accumulation == "layered" else []),
+                *([f"gathers by nodes of {plan.sharding.hierarchical}"] if plan.sharding.hierarchical else [])]
+    return f"{'; '.join(teams)}; {', '.join(settings)}"
 
 
 def _names(search: Search, ranks: Iterable[int]) -> str:

@@ -206,7 +206,7 @@ class Search:
             for _ in range(ROUNDS):
                 now = self.score(self.found[plan].step_s, plan.ranks)
                 options = []
-                for i, other in enumerate(neighbours(plan, self.job)):
+                for i, other in enumerate(neighbours(plan, self.job, self.cluster.node_of)):
                     if other in self.found or other in self.misses or why_not(other, self.job, self.cluster):
                         continue
                     self.considered += 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from math import gcd
 
 from mixfleet.job import Job
@@ -13,8 +13,11 @@ from mixfleet.sim import Prediction
 Change = Callable[[Pipeline], Pipeline | None]
 
 
-def neighbours(plan: Plan, job: Job) -> Iterator[Plan]:
-    """Plans that differ in one setting. Pipelines with equal stages (parts of one team) change together."""
+def neighbours(plan: Plan, job: Job, node_of: Sequence[int] = ()) -> Iterator[Plan]:
+    """Plans that differ in one setting. Pipelines with equal stages (parts of one team) change together.
+
+    `node_of` tells the node of each rank: gathers over several nodes may then go in stages.
+    """
     for cuts in dict.fromkeys(_look(p) for p in plan.pipelines):
         first = next(p for p in plan.pipelines if _look(p) == cuts)
         for i in range(len(first.stages) - 1):
@@ -40,6 +43,18 @@ def neighbours(plan: Plan, job: Job) -> Iterator[Plan]:
                 pipelines[b] = taker.replace(samples=more)
                 yield plan.replace(pipelines=tuple(pipelines))
     yield from _settings(plan)
+    yield from _staged_gathers(plan, node_of)
+
+
+def _staged_gathers(plan: Plan, node_of: Sequence[int]) -> Iterator[Plan]:
+    """Hierarchical gathers on where groups span nodes that hold equally many of their replicas, or off."""
+    if plan.sharding.hierarchical:
+        yield plan.replace(sharding=plan.sharding.replace(hierarchical=0))
+    elif plan.sharding.gradients > 1 and node_of:
+        homes = [node_of[plan.pipelines[p].stages[0].ranks(r)[0]] for p, r in plan.replicas]
+        width = next(i for i in range(1, len(homes) + 1) if i == len(homes) or homes[i] != homes[0])
+        if 1 < width < plan.sharding.gradients:
+            yield plan.replace(sharding=plan.sharding.replace(hierarchical=width))
 
 
 def _settings(plan: Plan) -> Iterator[Plan]:
