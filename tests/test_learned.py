@@ -59,7 +59,7 @@ def test_interval_holds_the_time_and_is_wider_for_unknown_devices():
     assert known.low_s[0] < known.time_s[0] < known.high_s[0]
     assert other.high_s[0] / other.low_s[0] > known.high_s[0] / known.low_s[0]
     assert known.binds == ["tensor"]
-    assert known.time_s[0] > known.ceiling_s[0] * 0.9
+    assert known.time_s[0] > known.ceiling_s[0]
 
 
 def test_far_outside_the_data_it_is_the_bound_at_a_fixed_efficiency():
@@ -68,7 +68,8 @@ def test_far_outside_the_data_it_is_the_bound_at_a_fixed_efficiency():
     assert near.inside[0]
     assert not far.inside[0]
     assert far.high_s[0] / far.time_s[0] == pytest.approx(learned.FALLBACK_RANGE[1])
-    assert far.time_s[0] == pytest.approx(far.ceiling_s[0] / learned.FALLBACK_EFFICIENCY, rel=0.02)
+    chip = learned.load().groups["gemm.16bit"].factors["H100-SXM"].chip["bf16"]
+    assert far.time_s[0] >= far.ceiling_s[0] / learned.FALLBACK_EFFICIENCY / chip * 0.999
 
 
 def test_columns_and_single_queries_agree():

@@ -20,12 +20,12 @@ from mixfleet.cost.demand import DRAM, TENSOR, Array, type_named
 from mixfleet.cost.learned import Factors, Forest, Group, Layer, Relatives
 from mixfleet.errors import InputError
 
-ROWS = 60_000
+ROWS = 50_000
 """Drawn per group."""
 EVENLY = ("source", "gpu", "dtype", "op")
 EVEN = 4000
 """Rows of a source, device and type up to which all count; larger ones get this much weight."""
-TREES, DEPTH, RATE, BORDERS = 600, 7, 0.15, 128
+TREES, DEPTH, RATE, BORDERS = 400, 7, 0.15, 128
 HELD_OUT = 0.1
 BEST = 0.8
 """Quantile of what kernels of a device reach that becomes its effective rate."""
@@ -252,7 +252,7 @@ def _quantiles(scores: Sequence[Score]) -> tuple[tuple[float, float], ...]:
     return tuple(found)
 
 
-def fit(folder: Path, *, rows: int = ROWS, trees: int = TREES, depth: int = DEPTH, folds: int = 3,
+def fit(folder: Path, *, rows: int = ROWS, trees: int = TREES, depth: int = DEPTH, folds: int = 2,
         groups: Sequence[str] = (), report: Callable[[str], None] = lambda text: None) -> Layer:
     """All groups from the kernel files in `folder`. InputError names a file and the columns that it lacks.
 

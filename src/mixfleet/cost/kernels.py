@@ -211,6 +211,18 @@ def _measured_s(times: list[BlockTime], micro_batch: int) -> tuple[float, float]
     return max(forward, a.forward_s), max(backward, a.backward_s)
 
 
+def accumulate_s(block: Block, tensor: int, device: Device, job: Job) -> float:
+    """Seconds to add the gradients of one micro-batch to those that a rank keeps: read, read and written.
+
+    Zero where measured block times of the device have it in their backward.
+    """
+    if device.block_times:
+        return 0.0
+    elements = sum(p.count / (tensor if p.split is not None else 1) for p in block.params if not p.tied)
+    nbytes = elements * (job.bytes.compute_bytes + 2 * job.bytes.gradient_bytes)
+    return nbytes / device.memory_Bps / efficiency(device, "elementwise") / device.share
+
+
 def optimizer_s(elements: int, device: Device, job: Job, *, implementation: OptimizerLoop = "chunked") -> float:
     """Seconds of an optimizer step over `elements` parameters owned by this device; bound by memory bandwidth.
 

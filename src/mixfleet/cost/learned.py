@@ -137,6 +137,7 @@ class Inputs(NamedTuple):
     """Kernels ready for the learned layer."""
 
     demand: Demand
+    nominal: Machine
     machine: Machine
     """With effective rates."""
     floor_s: Array

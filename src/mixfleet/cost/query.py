@@ -30,6 +30,8 @@ class Times(NamedTuple):
     ceiling_s: Array
     low_s: Array
     high_s: Array
+    floor_s: Array
+    """Part of the time that is launch, and the host where a library was timed along with it."""
     pipe: NDArray[np.intp]
     """Which of `PIPES` sets the ceiling."""
     inside: NDArray[np.bool_]
@@ -166,7 +168,7 @@ def inputs(kind: str, columns: Columns, devices: Mapping[str, Device], factors: 
     dram = np.array([f.dram for f in mine])[which]
     floor_s = np.array([learned.floor_of(f, row["source"], row["backend"], row["dtype"])
                         for f, row in zip(mine, table)])[which]
-    machine = machine.scaled(chip, dram)
+    nominal, machine = machine, machine.scaled(chip, dram)
     derived = {name: np.array([function(row["op"], row.get(name.rsplit("_", 1)[0], "")) if not name.startswith("kv")
                                else function(row["op"], row.get("kv_dtype", "")) for row in table], float)[which]
                for name, function in DERIVED.items()}
@@ -177,7 +179,7 @@ def inputs(kind: str, columns: Columns, devices: Mapping[str, Device], factors: 
     words = learned.flags([" ".join((*row[1:], of[i].arch, of[i].vendor)) for i, row in enumerate(texts)], which,
                           vocabulary)
     matrix = np.concatenate([np.stack([np.asarray(v, np.float32) for v in found.values()], 1), words], 1)
-    return Inputs(work, machine, floor_s, bound, matrix, (*found, *vocabulary))
+    return Inputs(work, nominal, machine, floor_s, bound, matrix, (*found, *vocabulary))
 
 
 BLOCK_ROWS = learned.BLOCK_ROWS
@@ -203,8 +205,8 @@ def predict(kind: str, columns: Columns, device: Device | Mapping[str, Device], 
     rows = max([np.size(v) for v in full.values() if not isinstance(v, str)], default=1)
     pairs, which = texts_of(full, ("dtype", "op"), rows)
     groups = np.array([group_of(kind, *pair) for pair in pairs], dtype=object)[which]
-    out = Times(np.empty(rows), np.empty(rows), np.empty(rows), np.empty(rows), np.empty(rows, np.intp),
-                np.empty(rows, bool))
+    out = Times(np.empty(rows), np.empty(rows), np.empty(rows), np.empty(rows), np.empty(rows),
+                np.empty(rows, np.intp), np.empty(rows, bool))
     for name in sorted(set(groups)):
         if name not in layer.groups:
             raise InputError(f"there are no coefficients for {name}; make them with `mixfleet calibrate fit`")
@@ -237,8 +239,9 @@ def _block(kind: str, name: str, group: learned.Group, part: Columns, devices: M
     low, high = learned.intervals(group, log_bound - np.log(x.floor_s), known)
     far = x.floor_s + (x.bound_s - x.floor_s) / learned.FALLBACK_EFFICIENCY
     time = np.where(ok, x.bound_s * correction, far) * scale
-    return Times(time, x.demand.ceiling_s(x.machine), time * np.where(ok, low, learned.FALLBACK_RANGE[0]),
-                 time * np.where(ok, high, learned.FALLBACK_RANGE[1]), x.demand.binds(x.machine), ok)
+    return Times(time, x.demand.ceiling_s(x.nominal), time * np.where(ok, low, learned.FALLBACK_RANGE[0]),
+                 time * np.where(ok, high, learned.FALLBACK_RANGE[1]), x.floor_s * scale,
+                 x.demand.binds(x.nominal), ok)
 
 
 def complete(kind: str, columns: Columns) -> dict[str, Any]:
