@@ -1,12 +1,14 @@
 """Seconds of compute: operators by a roofline with fitted efficiencies, blocks as sums of them, the optimizer step.
 
-An operator takes `max(flops / peak, bytes / bandwidth) / efficiency` (Williams, Waterman and Patterson, 2009) and a
-gap per kernel. A GPU runs behind its host, so a block takes what the slower of the two needs. Measured `BlockTime`s
-of a device replace all that. See `docs/cost-model.md`.
+Matrix products and fused attention on a GPU take what the learned layer predicts (`cost.query`). Any other operator,
+and every one of a CPU or of a device that states its own efficiency, takes `max(flops / peak, bytes / bandwidth) /
+efficiency` (Williams, Waterman and Patterson, 2009). Each kernel also takes a gap. A GPU runs behind its host, so a
+block takes what the slower of the two needs. Measured `BlockTime`s of a device replace all that. See `docs/cost-model.md`.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from mixfleet.catalog.efficiency import DEFAULT, EFFICIENCY, FUSED_ATTENTION, GAP_S, LAUNCH_S, SUSTAINED
@@ -129,6 +131,12 @@ def op_s(op: Op, b: int, s: int, t: int, device: Device, precision: str, *, fuse
     flops, back_flops = op.flops.at(b, s, t), op.backward_flops.at(b, s, t)
     nbytes, back_bytes = element * op.traffic.at(b, s, t), element * op.backward_traffic.at(b, s, t)
     peak = device.flops[dtype] if op.kind in ("gemm", "attention") else device.vector_flops
+    gap = _gap_s(device) / device.share
+    kernels, back_kernels = launches(op, fused)
+    learned = _learned_s(op, b, s, t, device, dtype, fused)
+    if learned:
+        forward, backward = (seconds / SUSTAINED["gpu"] / device.share for seconds in learned)
+        return forward + kernels * gap, backward + (back_kernels * gap if back_flops else 0.0)
     if op.kind == "attention":
         q, kv, heads, batch = (op.shape[name].at(b, s, t) for name in ("q", "kv", "heads", "batch"))
         back_flops = (2.5 if fused else 2.0) * flops
@@ -145,9 +153,53 @@ def op_s(op: Op, b: int, s: int, t: int, device: Device, precision: str, *, fuse
     else:
         forward = _roofline_s(flops, nbytes, peak, device, op.kind)
         backward = _roofline_s(back_flops, back_bytes, peak, device, op.kind)
-    gap = _gap_s(device) / device.share
-    kernels, back_kernels = launches(op, fused)
     return forward + kernels * gap, backward + (back_kernels * gap if back_flops or back_bytes else 0.0)
+
+
+_LEARNED = ("fp32", "tf32", "fp16", "bf16")
+
+
+def _learned_s(op: Op, b: int, s: int, t: int, device: Device, dtype: str, fused: bool) -> tuple[float, float] | None:
+    """Seconds of an operator alone, without its launch, forward and backward; None where the roofline is to answer.
+
+    The gradients of a product are two products. Fused attention's backward computes five products for two.
+    """
+    if device.kind != "gpu" or op.kind in device.efficiency or dtype not in _LEARNED:
+        return None
+    shape = {name: max(1.0, size.at(b, s, t)) for name, size in op.shape.items()}
+    if op.kind == "gemm":
+        forward, inputs, weights = _products_s(*(shape[x] for x in ("batch", "m", "n", "k")), device, dtype)
+        flops = op.flops.at(b, s, t)
+        passes = op.backward_flops.at(b, s, t) / flops if flops else 0.0
+        return forward, inputs * min(passes, 1) + weights * max(passes - 1, 0)
+    if op.kind == "attention" and fused and dtype in ("fp16", "bf16"):
+        forward = _attention_s(*(shape[x] for x in ("batch", "q", "kv", "heads", "kv_heads", "qk_dim", "v_dim")),
+                               op.causal, op.window, device, dtype)
+        return forward, 2.5 * forward
+    return None
+
+
+@lru_cache(maxsize=100_000)
+def _products_s(batch: float, m: float, n: float, k: float, device: Device, dtype: str) -> tuple[float, float, float]:
+    """Seconds of C = A B and of the gradients of A and B."""
+    import numpy as np
+
+    from mixfleet.cost import query
+
+    times = query.gemm([m, m, k], [n, k, n], [k, n, m], device, batch=batch, dtype=dtype)
+    first, second, third = np.maximum(times.time_s - times.floor_s, times.ceiling_s)
+    return float(first), float(second), float(third)
+
+
+@lru_cache(maxsize=100_000)
+def _attention_s(batch: float, q: float, kv: float, heads: float, kv_heads: float, qk_dim: float, v_dim: float,
+                 causal: bool, window: int, device: Device, dtype: str) -> float:
+    from mixfleet.cost import query
+
+    times = query.predict("attention", {
+        "batch": batch, "q_len": q, "kv_len": kv, "heads": heads, "kv_heads": kv_heads,
+        "head_dim": (qk_dim + v_dim) / 2, "causal": causal, "window": window, "dtype": dtype}, device)
+    return float(max(times.time_s[0] - times.floor_s[0], times.ceiling_s[0]))
 
 
 def block_cost(block: Block, micro_batch: int, seq_len: int, tensor: int, device: Device, job: Job,
