@@ -23,6 +23,7 @@ from mixfleet.units import show_bytes, show_seconds
 if TYPE_CHECKING:
     from mixfleet.plan import Plan
     from mixfleet.search.result import NearestMiss, Ranked, SearchResult
+    from mixfleet.sim.fit import Fit
     from mixfleet.sim.prediction import DeviceUse, Prediction
 
 
@@ -52,6 +53,20 @@ def prediction(this: Prediction, of: Plan) -> View:
     """The figures, what bounds them, and what every device does and holds; equal devices share a row."""
     facts = [*headline(this), ("bound by", this.bound), *(("", reason) for reason in this.reasons)]
     return View("prediction: fits" if this.fits else "prediction: does not fit", facts, [_devices(this, of)])
+
+
+def fits(title: str, found: Sequence[Fit]) -> View:
+    """The largest micro-batch per recompute mode, and what holds the bytes at the peak."""
+    names = list(dict.fromkeys(name for one in found for name in one.breakdown))
+    rows = [["micro-batch", *(str(one.micro_batch) if one.micro_batch else "none" for one in found)],
+            ["tokens/s", *(f"{one.tokens_per_s:,.0f}" if one.micro_batch else "" for one in found)],
+            ["peak", *(show_bytes(one.peak_bytes) for one in found)],
+            *([name, *(some(one.breakdown.get(name, 0), show_bytes(one.breakdown.get(name, 0))) for one in found)]
+              for name in names)]
+    notes = [(one.recompute, f"one more lacks {show_bytes(one.next_lacks_bytes)}" if one.micro_batch else one.why_not)
+             for one in found if one.next_lacks_bytes]
+    return View(title, [("memory", show_bytes(found[0].capacity_bytes)), *notes],
+                [Table(("recompute", *(f">{one.recompute}" for one in found)), rows)])
 
 
 def alike(this: Prediction) -> list[list[DeviceUse]]:
