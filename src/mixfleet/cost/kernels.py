@@ -3,7 +3,8 @@
 Matrix products and fused attention on a GPU take what the learned layer predicts (`cost.query`). Any other operator,
 and every one of a CPU or of a device that states its own efficiency, takes `max(flops / peak, bytes / bandwidth) /
 efficiency` (Williams, Waterman and Patterson, 2009). Each kernel also takes a gap. A GPU runs behind its host, so a
-block takes what the slower of the two needs. Measured `BlockTime`s of a device replace all that. See `docs/cost-model.md`.
+block takes what the slower of the two needs. Measured `BlockTime`s of a device replace all that. See
+`docs/cost-model.md`.
 """
 
 from __future__ import annotations
