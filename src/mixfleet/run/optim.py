@@ -71,7 +71,7 @@ class FlatOptimizer:
     def nbytes(self) -> int:
         return sum(t.nbytes for t in self.state.values())
 
-    def step(self, value: Sequence[Tensor], gradient: Sequence[Tensor], scale: float | Tensor, lr: float,
+    def step(self, value: Sequence[Tensor], gradient: Sequence[Tensor], scale: float, lr: float,
              copy: Sequence[Tensor] = ()) -> None:
         """Update `value` by `scale * gradient`; `copy`, if given, receives the result in its own type.
 
@@ -93,9 +93,11 @@ class FlatOptimizer:
                 copy[i].copy_(v)
             at += v.numel()
 
-    def _update(self, p: Tensor, raw: Tensor, lo: int, hi: int, scale: float | Tensor, lr: float, decay: float) -> None:
+    def _update(self, p: Tensor, raw: Tensor, lo: int, hi: int, scale: float, lr: float, decay: float) -> None:
         rule = self.rule
-        g = raw.to(p.dtype).mul_(scale)
+        g = raw.to(p.dtype)
+        if scale != 1:
+            g.mul_(scale)
         if rule.name == "adamw":
             torch._fused_adamw_(
                 [p], [g], [self.state["exp_avg"][lo:hi]], [self.state["exp_avg_sq"][lo:hi]], [], [self._count],

@@ -105,7 +105,7 @@ class Unit:
             total[kinds.get(id(flat), "optimizer")] += flat.nbytes
         return total
 
-    def step(self, scale: Tensor | float, lr: float) -> None:
+    def step(self, scale: float, lr: float) -> None:
         """Update the owned piece."""
         self.weights.wait()
         self.compute.wait()
