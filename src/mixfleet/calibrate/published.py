@@ -15,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from mixfleet import trace
 from mixfleet.calibrate import validate as validation
 from mixfleet.catalog.devices import rows as catalog_rows
 from mixfleet.catalog.instances import NIC_LATENCY_S
@@ -26,6 +27,7 @@ from mixfleet.model.families import build
 from mixfleet.model.spec import Model
 from mixfleet.plan import Pipeline, Plan, Sharding, Stage
 from mixfleet.sim import predict
+from mixfleet.sim.prediction import DeviceUse
 from mixfleet.units import GB, GiB
 
 COLUMNS = ("id", "model", "layers", "hidden", "heads", "seq_len", "dtype", "gpu", "num_gpus", "dp", "tp", "pp",
@@ -84,6 +86,28 @@ NIC_GBIT = {"V100": 100, "A100": 1600, "A800": 1600, "H100": 3200, "H200": 3200,
 MIXED_NIC_GBIT = 1.0
 """Of nodes in mixed clusters of consumer cards: the published gradient exchanges of those with eight GPUs a node
 (21.6, 8.9 and 22.6 s) move 0.78 to 0.84 Gb/s, which is what gigabit Ethernet carries."""
+class Framework(NamedTuple):
+    """How the code of a source differs from the runtime that plans are predicted for."""
+
+    overlaps: bool = True
+    """Whether gradients and weights move while the device computes."""
+    sequence_parallel: bool = True
+    """Whether tensors between the products are sharded over the tensor group (Korthikanti et al., 2022)."""
+    expandable: bool = True
+    """Whether the allocator grows its segments; without, it keeps more than it needs."""
+
+
+MEGATRON_DEEPSPEED = Framework(overlaps=False, sequence_parallel=False, expandable=False)
+FRAMEWORKS: dict[str, Framework] = {
+    "bigscience": MEGATRON_DEEPSPEED, "bsv100": MEGATRON_DEEPSPEED, "sailor": MEGATRON_DEEPSPEED,
+    "vtrain": MEGATRON_DEEPSPEED, "megatron": Framework(expandable=False),
+    "simumax": Framework(overlaps=False, expandable=False),
+}
+"""As the sources state: the Megatron-DeepSpeed of 2021 and 2022 had neither overlap nor sequence parallelism, simumax
+switched overlap off. Others are taken to be like the runtime."""
+UNEXPANDED = 1.10
+"""Reserved over allocated bytes without expandable segments (31.7 over 28.8 GB, Megatron-LM issue 525)."""
+
 _WORDS = ("use for ranking only", "do not score", "ambiguous", "a changed model", "step definition")
 """Warnings of the table itself."""
 _LACKS = {"LoRA": "frozen weights (LoRA)", "Adapter": "frozen weights (adapters)", "8bit": "8-bit optimizer state",
@@ -391,10 +415,40 @@ class Score(NamedTuple):
 
 
 def score(case: Case) -> Score:
-    """Predicts one run."""
-    found = predict(case.plan, case.job, case.cluster, sent=False)
-    return Score(case, found.step_s, max(use.peak_bytes for use in found.devices), found.step_s * found.hfu,
-                 found.bound.partition(" (")[0], found.fits)
+    """Predicts one run, with what its framework does otherwise."""
+    framework = FRAMEWORKS.get(case.source, Framework())
+    found = predict(case.plan, case.job, case.cluster, sent=False, trace=not framework.overlaps)
+    step_s = found.step_s + (0.0 if framework.overlaps or not found.trace else _hidden_s(found.trace))
+    peak = max(_peak_bytes(use, case, framework) for use in found.devices)
+    fits = all(_peak_bytes(use, case, framework) <= use.capacity_bytes for use in found.devices)
+    return Score(case, step_s, peak, found.step_s * found.hfu, found.bound.partition(" (")[0], fits)
+
+
+def _hidden_s(record: trace.Trace) -> float:
+    """Seconds for which the slowest device moves gradients and weights behind its computing."""
+    whole, bare = trace.by_category(record), trace.exposed(record)
+    return max(sum(whole[rank].get(c, 0.0) - bare[rank].get(c, 0.0) for c in ("reduce", "gather")) for rank in whole)
+
+
+def _peak_bytes(use: DeviceUse, case: Case, framework: Framework) -> int:
+    """Peak of a device under another framework: activations that are not sharded, and the allocator's reserve.
+
+    Of the 34 bytes per element of a layer's activations 10 are outside the products, and eager attention keeps
+    5 heads * seq_len / hidden more inside (Korthikanti et al., 2022); under full recomputation only the layer's input
+    is kept, which is all outside.
+    """
+    held = dict(use.breakdown)
+    framework_bytes, allocator = held.pop("framework", 0), held.pop("allocator", 0)
+    allocated = sum(held.values())
+    stage = case.plan.pipelines[use.pipeline].stages[use.stage]
+    tensor = stage.tensor
+    if not framework.sequence_parallel:
+        scores = 5 * case.job.model.heads * case.job.seq_len / case.job.model.hidden
+        layer = (10 * tensor + 24 + scores) / (34 + scores)
+        kept = tensor if stage.recompute == "full" else layer
+        allocated += round(held.get("activations", 0) * (kept - 1) + held.get("recomputed", 0) * (layer - 1))
+    factor = 1 + allocator / max(1, sum(held.values())) if framework.expandable else UNEXPANDED
+    return round(allocated * factor) + framework_bytes
 
 
 def scores(cases: list[Case], skipped: Skipped) -> Iterator[Score]:
@@ -425,8 +479,8 @@ def validate(path: Path) -> validation.Result:
                                        low * s.step_s, high * s.step_s, s.ceiling_s, s.bound))
         if case.peak_bytes:
             peak = s.peak_bytes / GiB
-            rows.append(validation.Row(case.where["memory"], case.source, case.gpu, MEMORY, case.peak_bytes / GiB,
-                                       peak, low * peak, high * peak, peak, "" if s.fits else "does not fit"))
+            rows.append(validation.Row(case.where["memory"], f"{case.source}, memory", case.gpu, MEMORY,
+                                       case.peak_bytes / GiB, peak, low * peak, high * peak, peak, "" if s.fits else "does not fit"))
     reasons: Counter[str] = Counter()
     for (source, _, why), n in sorted(skipped.items()):
         reasons[f"{source}: {why}"] += n

@@ -31,7 +31,7 @@ EFFICIENCY: dict[str, dict[str, float]] = {
 """Device name or generation (first word of `Device.arch`) to operator kind to fraction of the roofline. Entries of
 single devices are given where they reach clearly more or less; RTX cards and embeddings rest on one source."""
 
-SUSTAINED: dict[str, float] = {"gpu": 0.87, "cpu": 1.0}
+SUSTAINED: dict[str, float] = {"gpu": 0.92, "cpu": 1.0}
 """What whole training steps reach of the rates of kernels measured alone: clocks under load, the casts, biases and
 dropout that eager frameworks run besides the operators we count. Chosen with `benchmarks/accuracy.py --scan`."""
 
@@ -48,8 +48,8 @@ FUSED_ATTENTION = ("Ampere", "Ada", "Hopper", "Blackwell", "CDNA2", "CDNA3", "CD
 class Protocol(NamedTuple):
     """How collectives move pieces."""
 
-    call_s: float
-    """Seconds of a call that depend neither on bytes nor on ranks."""
+    call: float
+    """What a call costs besides bytes and hops, as a part of `COLLECTIVE_S`."""
     latency: float
     """Latency of a hop as a part of the link's."""
     wire: float
@@ -64,12 +64,14 @@ LINK_EFFICIENCY: tuple[tuple[str, float], ...] = (
 bandwidth counts as measured."""
 
 PROTOCOLS: dict[str, Protocol] = {
-    "simple": Protocol(8.4e-6, 1.0, 1.0),
-    "ll128": Protocol(8.4e-6, 0.56, 128 / 120),
-    "ll": Protocol(6.6e-6, 0.18, 2.0),
+    "simple": Protocol(1.0, 1.0, 1.0),
+    "ll128": Protocol(1.0, 0.56, 128 / 120),
+    "ll": Protocol(0.79, 0.18, 2.0),
 }
-"""NCCL's ways to move a piece (Hu et al., 2025): whole buffers behind a fence; lines of 128 bytes of which 8 are a flag,
-on NVLink only; words of 8 bytes of which 4 are a flag. Latencies relative to those of links are NCCL's table."""
+"""NCCL's ways to move a piece (Hu et al., 2025): whole buffers behind a fence; lines of 128 bytes of which 8 are a
+flag, on NVLink only; words of 8 bytes of which 4 are a flag. Latencies relative to those of links are NCCL's table."""
+NETWORK_LATENCY: dict[str, float] = {"simple": 1.0, "ll128": 0.8, "ll": 0.7}
+"""The same where hops go through a network, whose own latency no protocol shortens."""
 
 NVLS_RATE = 0.90
 """Rate of a switch that reduces, as a part of what transfers over the same links reach."""
@@ -80,7 +82,7 @@ STAGED_BPS = 16e9
 STAGED = ("RTX", "TitanRTX", "L4", "L40", "A10G", "T4")
 """Cards, by the start of their names, for which drivers or clouds do not offer peer access over PCIe."""
 
-COLLECTIVE_S: dict[str, float] = {"gpu": PROTOCOLS["simple"].call_s, "cpu": 100e-6}
+COLLECTIVE_S: dict[str, float] = {"gpu": 8.4e-6, "cpu": 100e-6}
 """Seconds of a collective call that depend neither on bytes nor on ranks."""
 
 SEND_S: dict[str, float] = {"gpu": 6e-6, "cpu": 50e-6}

@@ -20,6 +20,7 @@ from typing import Literal, NamedTuple
 from mixfleet.catalog.efficiency import (
     COLLECTIVE_S,
     LINK_EFFICIENCY,
+    NETWORK_LATENCY,
     NVLS_RATE,
     OWN_PART,
     PROTOCOLS,
@@ -120,7 +121,8 @@ def _analyse(op: str, group: tuple[int, ...], cluster: Cluster) -> dict[str, lis
     wires = {cluster.nodes[cluster.node_of[rank]].link.name.lower() for rank in group}
     is_nvlink = all("nvlink" in name for name in wires)
     own = 1 + OWN_PART / (_PASSES[op] * (len(group) - 1)) if is_nvlink and len(nodes) == 1 else 1.0
-    found = {name: [shape.by(protocol, own) for protocol in PROTOCOLS if protocol != "ll128" or is_nvlink]
+    far = len(nodes) > 1
+    found = {name: [shape.by(protocol, own, far=far) for protocol in PROTOCOLS if protocol != "ll128" or is_nvlink]
              for name, shape in shapes.items()}
     if op == "all_reduce" and is_nvlink and all(_sums(ranks, cluster) for ranks in nodes):
         found["switch"] = [_switch(nodes, cluster)]
@@ -147,10 +149,11 @@ class _Shape(NamedTuple):
     hops_s: float
     demands: tuple[tuple[str, float, float], ...]
 
-    def by(self, protocol: str, own: float = 1.0) -> Transfer:
-        """In a protocol; `own` adds what a rank's own part costs."""
+    def by(self, protocol: str, own: float = 1.0, *, far: bool = False) -> Transfer:
+        """In a protocol; `own` adds what a rank's own part costs, `far` says that hops between nodes set the pace."""
         how = PROTOCOLS[protocol]
-        return Transfer(self.calls * how.call_s + how.latency * self.hops_s,
+        latency = NETWORK_LATENCY[protocol] if far else how.latency
+        return Transfer(self.calls * how.call * COLLECTIVE_S["gpu"] + latency * self.hops_s,
                         tuple((port, rate, part * how.wire * own) for port, rate, part in self.demands))
 
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from mixfleet.cluster import Cluster
-from mixfleet.cost.kernels import block_cost, optimizer_s
+from mixfleet.cost.kernels import accumulate_s, block_cost, optimizer_s
 from mixfleet.cost.network import collective
 from mixfleet.job import Job
 from mixfleet.model.spec import Block, TensorComm
@@ -347,6 +347,9 @@ class Pricing:
             forward += max(c.forward_s for c in costs)
             backward += max(c.backward_s for c in costs)
             weight += max(c.weight_s for c in costs)
+            if self._plan.sharding.gradients == 1:
+                adding = max(accumulate_s(job.model.blocks[i], len(ranks), d, job) for d in devices)
+                backward, weight = backward + adding, weight + adding
             recompute += max(c.recompute_s for c in costs)
             if len(ranks) > 1 and action.op != W:
                 if action.op == F or stage.recompute == "full":
