@@ -14,7 +14,7 @@ from mixfleet.errors import RunError
 from mixfleet.report import chrome
 from mixfleet.trace import Span, Trace
 
-COMMANDS = ("calibrate", "compare", "discover", "plan", "predict", "schedules", "show", "testbed", "train", "validate")
+COMMANDS = ("calibrate", "compare", "discover", "fit", "plan", "predict", "schedules", "show", "testbed", "train", "validate")
 
 
 @pytest.fixture
@@ -43,12 +43,21 @@ def test_help_lists_the_verbs(run):
     assert all(f"  {name} " in out for name in COMMANDS)
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_explains_itself_and_has_json(run, name):
-    code, out, _ = run(name, "--help")
+def verbs():
+    """Every command, those of groups as `group verb`."""
+    for name, command in cli.cli.commands.items():
+        if isinstance(command, click.Group):
+            yield from (((name, verb), one) for verb, one in command.commands.items())
+        else:
+            yield (name,), command
+
+
+@pytest.mark.parametrize(("words", "command"), list(verbs()), ids=lambda v: " ".join(v) if isinstance(v, tuple) else "")
+def test_every_command_explains_itself_and_has_json(run, words, command):
+    code, out, _ = run(*words, "--help")
     assert code == 0
     assert "--json" in out
-    for option in cli.cli.commands[name].params:
+    for option in command.params:
         assert not isinstance(option, click.Option) or option.help, f"{option.name} has no help"
 
 

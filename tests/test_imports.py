@@ -25,7 +25,7 @@ MAY_IMPORT = {  # the table of docs/architecture.md; a room may also import what
     "sim": {"program", "cost", "trace"},
     "search": {"sim"},
     "run": {"program", "cost", "trace"},
-    "calibrate": {"cluster_file", "cost", "run"},
+    "calibrate": {"cluster_file", "cost", "run", "sim"},
     "testbed": {"search", "run", "calibrate"},
     "report": {"trace", "plan"},
 }

@@ -149,7 +149,7 @@ def test_uneven_processors_get_uneven_shares():
     shares = {rank: pipe.samples for pipe in result.best.plan.pipelines for s in pipe.stages for rank in s.devices}
     assert shares == {0: 12, 1: 6, 2: 6}
     even = next(a for a in result.alternatives if a.name.startswith("even DDP"))
-    assert 1.25 < even.relative < 4 / 3 + 0.05
+    assert 1.25 < even.relative < 1.5  # 4/3 by computing alone; the even plan is replicated, and sends more
 
 
 def test_nothing_fits_names_the_device_the_lack_and_a_change():
@@ -172,11 +172,11 @@ def test_nothing_fits_names_the_device_the_lack_and_a_change():
 
 
 def test_more_devices_than_the_model_divides_by_are_named_with_a_use():
-    """Batch 1: one replica of at most 3 blocks and tensor degrees 1, 2, 4, so that of 5 devices one is left."""
-    work, where = job(layers=1, batch=1), cluster([FAST] * 5, nic=1e6)
+    """Batch 1: one replica of at most 3 blocks and tensor degrees 1, 2, 4, so that of 13 devices one is left."""
+    work, where = job(layers=1, batch=1), cluster([FAST] * 13, nic=1e6)
     result = find(work, where)
     left = [rank for one in result.left_over for rank in one.devices]
-    assert sorted((*left, *result.best.plan.ranks)) == list(range(5))
+    assert sorted((*left, *result.best.plan.ranks)) == list(range(13))
     assert left
     assert result.left_over[0].better_use
     assert "times as much" in result.left_over[0].reason or "bound" in result.left_over[0].reason
