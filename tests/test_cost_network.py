@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mixfleet.catalog.efficiency import COLLECTIVE_S, SEND_S
+from mixfleet.catalog.efficiency import COLLECTIVE_S, NVLS_RATE, SEND_S, STAGED_BPS
 from mixfleet.cluster import Cluster, Device, Link, Node
 from mixfleet.cost import network
 from mixfleet.errors import InputError
@@ -129,9 +129,11 @@ def test_racks_zones_and_measured_matrices_limit_what_crosses_them():
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=5), st.sampled_from(network.OPS), st.data(),
-       st.sampled_from([GPU, CPU]))
-def test_more_bytes_never_take_less_time(sizes, op, data, device):
-    some = cluster(*sizes, device=device)
+       st.sampled_from([GPU, CPU, GPU.replace(arch="Hopper GH100")]), st.sampled_from(["wire", "nvlink", "pcie"]),
+       st.integers(1, 4))
+def test_more_bytes_never_take_less_time(sizes, op, data, device, link, nics):
+    plain = cluster(*sizes, device=device, link=link)
+    some = plain.replace(nodes=tuple(n.replace(nics=nics) for n in plain.nodes))
     ranks = data.draw(st.sets(st.integers(0, sum(sizes) - 1), min_size=1))
     few, many = sorted(data.draw(st.lists(st.integers(1, 10**10), min_size=2, max_size=2)))
     a, b = (network.collective(op, n, ranks, some) for n in (few, many))
@@ -141,7 +143,58 @@ def test_more_bytes_never_take_less_time(sizes, op, data, device):
     # no rank can get what it lacks, or lose what others need, with fewer bytes than this
     if len(ranks) > 1 and op != "broadcast":
         into = {p: n for p, _, n in b.demands if p.endswith(":in") and ":nic" not in p}
+        assert all(n >= 0 for _, _, n in b.demands)
         assert op == "all_reduce" or min(into.values()) >= many * (len(ranks) - 1) / len(ranks) * (1 - 1e-9)
+
+
+def test_one_rank_per_node_reaches_only_its_own_adapter():
+    three = cluster(4, 4, 4, nic=12e9, inside=1e12)
+    rails = Cluster(name="r", nodes=tuple(n.replace(nics=2) for n in three.nodes))
+    alone = network.collective("all_gather", 6e9, (0, 4, 8), rails, "ring")
+    assert loads(alone)["n0:nic0:out"] == loads(alone)["n0:nic:out"] == 4e9
+    assert "n0:nic1:out" not in loads(alone)
+    assert alone.alone_s - alone.latency_s == pytest.approx(4e9 / 6e9)
+    together = network.collective("all_gather", 6e9, range(12), rails, "ring")
+    assert loads(together)["n0:nic0:out"] == loads(together)["n1:nic1:in"] == loads(together)["n0:nic:out"] / 2
+    assert network.send(3e9, 3, 11, rails).alone_s == pytest.approx(0.5 + 6e-6 + SEND_S["gpu"])
+    assert loads(network.send(3e9, 3, 11, rails))["n0:nic1:out"] == 3e9
+    exchanged = network.collective("all_to_all", 12e9, range(12), rails)
+    assert loads(exchanged)["n0:nic:out"] == pytest.approx(12e9 * 4 * 8 / 12)
+    assert loads(exchanged)["n0:nic0:out"] == pytest.approx(12e9 * 4 * 8 / 12 / 2)
+
+
+def test_small_messages_go_by_the_protocol_of_low_latency():
+    eight = cluster(8, link="NVLink 4", device=GPU.replace(arch="Ampere GA100"))
+    small, large = (network.collective("all_reduce", n, range(8), eight) for n in (1e3, 1e9))
+    assert small.latency_s < large.latency_s / 2
+    assert sum(n for _, _, n in small.demands) / 1e3 > 1.9 * sum(n for _, _, n in large.demands) / 1e9
+    ways = network._analyse("all_reduce", tuple(range(8)), eight)["ring"]
+    slopes = [way.alone_s - way.latency_s for way in ways]
+    assert slopes == sorted(slopes)  # simple moves fewest bytes, LL most
+    assert [way.latency_s for way in ways] == sorted((way.latency_s for way in ways), reverse=True)
+
+
+def test_a_switch_that_sums_moves_the_buffer_once():
+    hopper = GPU.replace(arch="Hopper GH100")
+    node = cluster(8, device=hopper, link="nvlink")
+    switch = network.collective("all_reduce", 8e9, range(8), node, "switch")
+    assert loads(switch)["n0:3:out"] == pytest.approx(9e9 / NVLS_RATE, rel=1e-6)
+    ring = network.collective("all_reduce", 8e9, range(8), node, "ring")
+    assert switch.alone_s < ring.alone_s
+    two = network.collective("all_reduce", 8e9, range(16), cluster(8, 8, device=hopper, link="nvlink"), "switch")
+    assert loads(two)["n1:nic:out"] == 8e9
+    for device, ranks in ((GPU.replace(arch="Ampere GA100"), range(8)), (hopper, range(2))):
+        with pytest.raises(InputError, match="algorithm for all_reduce in this group 'switch'"):
+            network.collective("all_reduce", 1, ranks, cluster(8, device=device, link="nvlink"), "switch")
+
+
+def test_cards_without_peer_access_share_the_memory_of_the_host():
+    card = GPU.replace(name="RTX4090")
+    transfer = network.collective("all_gather", 8e9, range(4), cluster(4, device=card, link="pcie"), "ring")
+    assert loads(transfer)["n0:host"] == 4 * 6e9
+    assert transfer.alone_s - transfer.latency_s == pytest.approx(24e9 / STAGED_BPS)
+    assert "n0:host" not in loads(network.collective("all_gather", 8e9, range(2), cluster(2, device=card, link="pcie")))
+    assert "n0:host" not in loads(network.collective("all_gather", 8e9, range(4), cluster(4, link="pcie")))
 
 
 def test_unknown_names_are_refused_with_the_known_ones():

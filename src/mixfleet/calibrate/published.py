@@ -210,8 +210,10 @@ def _refuse(row: dict[str, str]) -> None:
         raise Inexpressible("mixture of experts whose experts are not given as figures")
     if not row["hidden"] or not row["layers"]:
         raise Inexpressible("not a transformer, or layers and hidden size not stated")
-    if "SQuAD" in model or "fine-tuning" in settings and "BERT" in model:
+    if "SQuAD" in model or ("fine-tuning" in settings and "BERT" in model):
         raise Inexpressible("an encoder with a task head")
+    if "BERT" in model and "pre-training" in settings:
+        raise Inexpressible("an encoder whose head sees only masked positions")
     if "selective (" in row.get("recompute", ""):
         raise Inexpressible(f"recompute {row['recompute']}")
 
@@ -480,7 +482,8 @@ def validate(path: Path) -> validation.Result:
         if case.peak_bytes:
             peak = s.peak_bytes / GiB
             rows.append(validation.Row(case.where["memory"], f"{case.source}, memory", case.gpu, MEMORY,
-                                       case.peak_bytes / GiB, peak, low * peak, high * peak, peak, "" if s.fits else "does not fit"))
+                                       case.peak_bytes / GiB, peak, low * peak, high * peak, peak,
+                                       "" if s.fits else "does not fit"))
     reasons: Counter[str] = Counter()
     for (source, _, why), n in sorted(skipped.items()):
         reasons[f"{source}: {why}"] += n

@@ -169,6 +169,13 @@ def _published(path: Path) -> Result:
     return published.validate(path)
 
 
+def _collectives(path: Path) -> Result:
+    from mixfleet.calibrate import collectives
+
+    return collectives.validate(path)
+
+
 READERS: list[Reader] = [Reader(lambda columns: columns.issuperset(("id", "metric", "value")), _published),
+                         Reader(lambda columns: columns.issuperset(("ranks", "bytes", "time_us")), _collectives),
                          Reader(lambda columns: columns.issuperset(COMMON), kernels)]
 """First match wins; modules of other kinds append theirs."""

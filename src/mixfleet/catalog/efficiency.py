@@ -65,24 +65,24 @@ bandwidth counts as measured."""
 
 PROTOCOLS: dict[str, Protocol] = {
     "simple": Protocol(1.0, 1.0, 1.0),
-    "ll128": Protocol(1.0, 0.56, 128 / 120),
-    "ll": Protocol(0.79, 0.18, 2.0),
+    "ll128": Protocol(0.58, 1.0, 128 / 120),
+    "ll": Protocol(0.27, 0.25, 2.2),
 }
 """NCCL's ways to move a piece (Hu et al., 2025): whole buffers behind a fence; lines of 128 bytes of which 8 are a
 flag, on NVLink only; words of 8 bytes of which 4 are a flag. Latencies relative to those of links are NCCL's table."""
-NETWORK_LATENCY: dict[str, float] = {"simple": 1.0, "ll128": 0.8, "ll": 0.7}
+NETWORK_LATENCY: dict[str, float] = {"simple": 1.0, "ll128": 0.9, "ll": 0.56}
 """The same where hops go through a network, whose own latency no protocol shortens."""
 
-NVLS_RATE = 0.90
+NVLS_RATE = 0.82
 """Rate of a switch that reduces, as a part of what transfers over the same links reach."""
-OWN_PART = 0.5
+OWN_PART = 0.36
 """What a rank's own 1/n of a buffer costs in a ring over NVLink: its copy is made by the kernel that also sends."""
 STAGED_BPS = 16e9
 """Bytes per second through the memory of a host whose PCIe cards cannot reach each other."""
 STAGED = ("RTX", "TitanRTX", "L4", "L40", "A10G", "T4")
 """Cards, by the start of their names, for which drivers or clouds do not offer peer access over PCIe."""
 
-COLLECTIVE_S: dict[str, float] = {"gpu": 8.4e-6, "cpu": 100e-6}
+COLLECTIVE_S: dict[str, float] = {"gpu": 25e-6, "cpu": 100e-6}
 """Seconds of a collective call that depend neither on bytes nor on ranks."""
 
 SEND_S: dict[str, float] = {"gpu": 6e-6, "cpu": 50e-6}

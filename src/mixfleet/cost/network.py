@@ -110,9 +110,13 @@ def _alone_s(shape: Transfer, nbytes: float) -> float:
 
 def _analyse(op: str, group: tuple[int, ...], cluster: Cluster) -> dict[str, list[Transfer]]:
     """Transfers of one byte by algorithm, in each protocol that it can use."""
-    if op == "all_to_all" or all(cluster.devices[rank].kind == "cpu" for rank in group):
-        return {"direct": [_direct(op, group, cluster)]}
+    is_cpu = all(cluster.devices[rank].kind == "cpu" for rank in group)
     nodes = _by_node(group, cluster)
+    if op == "all_to_all" or is_cpu:
+        shape = _direct(op, group, cluster)
+        if is_cpu:
+            return {"direct": [Transfer(shape.calls * COLLECTIVE_S["cpu"] + shape.hops_s, shape.demands)]}
+        return {"direct": [shape.by(protocol, far=len(nodes) > 1) for protocol in ("simple", "ll")]}
     shapes = {"ring": _ring(op, group, cluster)}
     if op in ("all_reduce", "broadcast"):
         shapes["tree"] = _tree(op, group, cluster)
@@ -282,7 +286,7 @@ def _hierarchical(op: str, nodes: list[tuple[int, ...]], cluster: Cluster) -> _S
     return load.shape(passes * (inside + across), passes + 1)
 
 
-def _direct(op: str, group: tuple[int, ...], cluster: Cluster) -> Transfer:
+def _direct(op: str, group: tuple[int, ...], cluster: Cluster) -> _Shape:
     """Every rank sends a piece to every other one; an all-reduce is a reduce-scatter and an all-gather.
 
     A broadcast is the root's scatter followed by an all-gather, priced as two passes of everybody.
@@ -308,5 +312,4 @@ def _direct(op: str, group: tuple[int, ...], cluster: Cluster) -> Transfer:
                     load.add(port, part)
                 load.spread(mine[0], mine, "out", part)
                 load.spread(other[0], other, "in", part)
-    kind = "cpu" if all(cluster.devices[rank].kind == "cpu" for rank in group) else "gpu"
-    return load.transfer(passes * (COLLECTIVE_S[kind] + latency))
+    return load.shape(passes * latency, passes)
