@@ -75,8 +75,12 @@ def _train(bed: Testbed, wanted: Cluster, arguments: list[str], file: Path, sile
     if "--cluster" not in arguments:
         bed.realised(wanted).save(file)
         arguments += ["--cluster", str(file)]
-    train.main(arguments, prog_name="mixfleet train", standalone_mode=False,
-               obj=Seats(bed.enter, silent, on_step))
+    with bed.unthrottled() as throttle:
+        def heard(step: int) -> None:
+            throttle()  # loading programs, and the first step, are not what is slow on a slow device
+            on_step(step)
+
+        train.main(arguments, prog_name="mixfleet train", standalone_mode=False, obj=Seats(bed.enter, silent, heard))
 
 
 def _everywhere(bed: Testbed, command: tuple[str, ...]) -> int:
@@ -90,6 +94,38 @@ def _everywhere(bed: Testbed, command: tuple[str, ...]) -> int:
         process.terminate()
         process.wait()
     return max((abs(int(r.returncode)) for r in ranks if r.returncode != -15), default=0)
+
+
+@testbed.command()
+@cluster_argument
+@click.argument("job", type=EXISTING)
+@emulate_option
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), required=True, help="Folder of checkpoints.")
+@click.option("--steps", type=click.IntRange(1), help="Step at which to end, instead of the job's.")
+@click.option("--checkpoint-every", type=click.IntRange(1), default=5, show_default=True, help="Steps between them.")
+@click.option("--faults", type=EXISTING, help="Schedule of faults while it trains.")
+@click.option("--silent", type=click.FloatRange(0), default=8.0, show_default=True,
+              help="Seconds after which a rank that says nothing counts as lost.")
+@json_option
+def train(cluster: Path, job: Path, emulate: bool, out: Path, steps: int | None, checkpoint_every: int,
+          faults: Path | None, silent: float, as_json: bool) -> None:
+    """Plan and train JOB on the testbed of CLUSTER; after a loss, go on with what is left, until it is back."""
+    from mixfleet.job import Job
+    from mixfleet.testbed import faults as trouble
+    from mixfleet.testbed.elastic import train_elastically
+
+    loaded, schedule = Job.load(job), trouble.Schedule.load(faults) if faults else None
+    bed, wanted = _make(cluster, emulate)
+    assert bed is not None
+    with bed:
+        legs = train_elastically(bed, bed.realised(wanted), loaded, out, steps=steps or loaded.steps, base=job.parent,
+                                 checkpoint_every=checkpoint_every, schedule=schedule, silent_s=silent, say=progress)
+    if as_json:
+        emit_json(legs)
+        return
+    for leg in legs:
+        click.echo(f"steps {leg.first_step}-{leg.last_step} on {', '.join(leg.nodes)}"
+                   + (f": {leg.failure} (noticed after {leg.noticed_s:.1f} s)" if leg.failure else ""))
 
 
 @testbed.command()

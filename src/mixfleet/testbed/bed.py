@@ -13,8 +13,9 @@ import secrets
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -237,12 +238,10 @@ class Testbed:
                 "LOCAL_RANK": str(mine.index(rank)), "LOCAL_WORLD_SIZE": str(len(mine)),
                 "MASTER_ADDR": self.layout.addresses[first.node], "MASTER_PORT": str(port)}
 
-    def spawn(self, rank: int, command: Sequence[str], environment: Mapping[str, str] | None = None
-              ) -> subprocess.Popen[bytes]:
+    def spawn(self, rank: int, command: Sequence[str], *, stdout: int | None = None) -> subprocess.Popen[bytes]:
         """Start a program at the seat of a rank."""
-        enter = self.enter
-        return subprocess.Popen(list(command), env={**os.environ, **self.environment(rank), **(environment or {})},
-                                preexec_fn=lambda: enter(rank))
+        return subprocess.Popen(list(command), env={**os.environ, **self.environment(rank)}, stdout=stdout,
+                                preexec_fn=partial(self.enter, rank))
 
     def processes(self, rank: int | None = None) -> list[int]:
         """Numbers of the processes at a seat, or of all."""
@@ -270,15 +269,21 @@ class Testbed:
             Path(group, "cpu.cfs_quota_us").write_text(str(mine))
 
     @contextmanager
-    def unthrottled(self) -> Iterator[None]:
-        """Devices at full speed, for what is not measured, such as loading programs."""
-        for seat in self.layout.seats:
+    def unthrottled(self) -> Iterator[Callable[[], None]]:
+        """Devices at full speed, for what is not measured, such as loading programs; calling the value ends it."""
+        slow = [seat for seat in self.layout.seats if seat.quota]
+        for seat in slow:
             self.set_quota(seat.rank, 0.0)
-        try:
-            yield
-        finally:
-            for seat in self.layout.seats:
+
+        def throttle() -> None:
+            while slow:
+                seat = slow.pop()
                 self.set_quota(seat.rank, seat.quota)
+
+        try:
+            yield throttle
+        finally:
+            throttle()
 
     def set_rate(self, node: str, rate_Bps: float) -> None:
         """Both directions of a node's NIC from now on."""
@@ -289,8 +294,10 @@ class Testbed:
             _batch("tc", wire.namespace, [f"qdisc replace dev {wire.peer} {text}"])
 
     def set_link(self, node: str, up: bool) -> None:
-        """Plug or pull a node's cable."""
-        _batch("ip", self.layout.switch, [f"link set {self.wire(node).name} {'up' if up else 'down'}"])
+        """Plug a node into its switch or pull it out. Its interface stays up: what it sends is lost, as on a dead path
+        (with the interface down, the kernel would neither send nor give up, for minutes)."""
+        wire = self.wire(node)
+        _batch("ip", self.layout.switch, [f"link set {wire.name} {f'master {wire.bridge}' if up else 'nomaster'}"])
 
     def wire(self, node: str) -> Wire:
         if node not in self.layout.nodes:
@@ -310,13 +317,13 @@ class Testbed:
         return found
 
     def unplugged(self) -> list[str]:
-        """Nodes whose interface has no carrier: their cable is cut or their switch port is down."""
-        found = []
-        for node, ns in self.layout.nodes.items():
-            run = subprocess.run(["ip", "-n", ns, "-j", "link", "show", "eth0"], capture_output=True, text=True)
-            if run.returncode or "LOWER_UP" not in json.loads(run.stdout)[0]["flags"]:
-                found.append(node)
-        return found
+        """Nodes that are plugged into no switch."""
+        run = subprocess.run(["ip", "-n", self.layout.switch, "-j", "link", "show", "type", "veth"],
+                             capture_output=True, text=True)
+        if run.returncode:
+            raise RunError(f"testbed {self.layout.id} is gone: {run.stderr.strip()}")
+        plugged = {port["ifname"] for port in json.loads(run.stdout) if "master" in port}
+        return [node for node in self.layout.nodes if self.wire(node).name not in plugged]
 
     def starved(self) -> list[int]:
         """Ranks whose memory limit has killed a process."""

@@ -15,7 +15,7 @@ from mixfleet.cluster import Cluster, Device, Link
 from mixfleet.errors import InputError
 from mixfleet.spec import Spec
 from mixfleet.testbed.kernel import Support
-from mixfleet.units import show_rate
+from mixfleet.units import text_rate
 
 MTU = 9000
 PAYLOAD = (MTU - 52) / (MTU + 14)
@@ -28,6 +28,8 @@ _RETRIES = 4
 PERIOD_US, QUOTA_US = 5000, 1000
 """Shortest period of a quota, so that slow devices are slow evenly; and the kernel's smallest quota."""
 _SLOWEST_BPS = 1e4
+PROCESS_BYTES = 400 * 2**20
+"""What Python, torch and gloo take of a rank's memory before training; it is added to the device's."""
 CEILING_BPS = 1.25e9
 """Of one shaped link. More than 10 Gb/s over veth takes a core of its own."""
 SYSCTLS = {"net/ipv4/tcp_retries2": str(_RETRIES), "net/ipv4/tcp_rmem": f"4096 131072 {_WINDOW}",
@@ -191,8 +193,9 @@ def _refuse(cluster: Cluster, support: Support) -> None:
                          "with slow CPU ranks: --emulate does that, scaled")
     for node in cluster.nodes:
         if node.nic.bandwidth_Bps > CEILING_BPS:
-            raise InputError(f"node {node.name} has a NIC of {show_rate(node.nic.bandwidth_Bps)}; on this machine no "
-                             f"more than {show_rate(CEILING_BPS)} can be carried. --emulate scales all rates")
+            asks, most = (text_rate(v, bits=True) for v in (node.nic.bandwidth_Bps, CEILING_BPS))
+            raise InputError(f"node {node.name} has a NIC of {asks}; on this machine no more than {most} can be "
+                             "carried. --emulate scales all rates")
     wanted = sum(asked(d) for d in cluster.devices)
     if support.cores and wanted > len(support.cores) + 1e-9:
         raise InputError(f"the devices of {cluster.name} take {wanted:.3g} cores together; this machine has "
@@ -212,7 +215,7 @@ def _seats(cluster: Cluster, namespaces: dict[str, str], cores: Sequence[int]) -
         mine = device.cores if device.cores and set(device.cores) <= set(cores) else home[rank]
         quota = asked(device) if device.share < 1 else 0.0
         seats.append(Seat(rank=rank, node=node, namespace=namespaces[node], cores=mine, quota=quota,
-                          memory_bytes=device.memory_bytes))
+                          memory_bytes=device.memory_bytes + PROCESS_BYTES))
     return tuple(seats)
 
 

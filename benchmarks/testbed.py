@@ -1,0 +1,523 @@
+"""Measured against predicted on mixed clusters in one machine, and beside torch DDP and FSDP2. Needs root.
+
+    python -m benchmarks.testbed --out out/testbed            six clusters, under 20 minutes on two free cores
+    python -m benchmarks.testbed --out out/testbed --quick    two clusters and fewer steps, for CI
+
+Every cluster is made as namespaces with shaped links and throttled ranks, its devices are profiled, and then all
+plans and peers run in turn in the same processes. `--out` gets table.md, scatter.svg and results.json. Timing needs a
+machine with nothing else to do: the table says how busy it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import multiprocessing.connection
+import os
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any, NamedTuple
+
+from benchmarks import Figure
+from mixfleet.cluster import Cluster, Device, Link, Node, device_named
+from mixfleet.job import Job, Optimizer
+from mixfleet.model.families import build
+from mixfleet.plan import Pipeline, Plan, Sharding, Stage, why_not
+from mixfleet.units import MB, GiB, MiB, show_seconds
+
+WINDOW_S, STEPS = 2.0, (3, 12)
+"""A plan runs for this long, but so many steps."""
+READY_S = 300
+INNER = Link(name="loopback", latency_s=60e-6, bandwidth_Bps=1e9)
+
+
+# --- what is run ---------------------------------------------------------------------------------------------------
+
+def job() -> Job:
+    """2.9 million parameters: the gradients of a step take about as long on 100 Mb/s as the step takes to compute."""
+    return Job(name="gpt-3m", model=build({"layers": 6, "hidden": 192, "heads": 4, "vocab": 512, "max_seq_len": 128}),
+               seq_len=128, global_batch=24, precision="fp32", attention="fused", optimizer=Optimizer(lr=1e-3))
+
+
+def _device(share: float, memory_bytes: int = GiB) -> Device:
+    return device_named("cpu").replace(share=share, memory_bytes=memory_bytes)
+
+
+def _nic(mbps: float) -> Link:
+    return Link(name="nic", latency_s=60e-6, bandwidth_Bps=mbps * MB / 8)
+
+
+def _nodes(mbps: float, *devices: Sequence[Device], zones: Sequence[str] = ()) -> tuple[Node, ...]:
+    return tuple(Node(name=f"n{i}", devices=tuple(d), link=INNER, nic=_nic(mbps), zone=zones[i] if zones else "")
+                 for i, d in enumerate(devices))
+
+
+def shapes() -> dict[str, Cluster]:
+    """Mixed clusters that take 1.8 cores, so that the machine keeps some for itself."""
+    mid = _device(0.45)
+    return {
+        "equal": Cluster(name="equal", nodes=_nodes(200, [mid], [mid], [mid], [mid])),
+        "one slow": Cluster(name="one slow", nodes=_nodes(
+            200, [_device(0.55)], [_device(0.55)], [_device(0.55)], [_device(0.15)])),
+        "small memory": Cluster(name="small memory", nodes=_nodes(
+            200, [mid], [mid], [mid], [_device(0.45, 48 * MiB)])),
+        "slow link": Cluster(name="slow link", nodes=_nodes(80, [mid, mid], [mid, mid])),
+        "two regions": Cluster(name="two regions", nodes=_nodes(400, [mid], [mid], [mid], [mid], zones="aabb"),
+                               zone_uplink=Link(name="wan", latency_s=1e-3, bandwidth_Bps=60 * MB / 8)),
+        "three tiers": Cluster(name="three tiers", nodes=_nodes(
+            200, [_device(0.85)], [_device(0.5)], [_device(0.25)], [_device(0.2)])),
+    }
+
+
+def _split(total: int, parts: Sequence[float], least: int = 1) -> list[int]:
+    """Whole numbers in proportion to `parts`, none below `least`, by largest remainder."""
+    exact = [total * p / sum(parts) for p in parts]
+    found = [max(least, math.floor(x)) for x in exact]
+    while sum(found) != total:
+        step = 1 if sum(found) < total else -1
+        i = max((i for i, n in enumerate(found) if n + step >= least), key=lambda i: step * (exact[i] - found[i]))
+        found[i] += step
+    return found
+
+
+def _data(samples: Sequence[int], micro: Sequence[int], blocks: int, degree: int = 1) -> Plan:
+    return Plan(sharding=Sharding(weights=degree, gradients=degree, optimizer=degree), pipelines=tuple(
+        Pipeline(stages=(Stage(blocks=(0, blocks), devices=(r,)),), samples=n, micro_batch=m)
+        for r, (n, m) in enumerate(zip(samples, micro))))
+
+
+def _pipe(ranks: Sequence[int], sizes: Sequence[int], samples: int, micro: int) -> Pipeline:
+    cuts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+    return Pipeline(samples=samples, micro_batch=micro, stages=tuple(
+        Stage(blocks=(cuts[i], cuts[i + 1]), devices=(r,)) for i, r in enumerate(ranks)))
+
+
+def plans(work: Job, cluster: Cluster) -> dict[str, Plan]:
+    """The same ways of splitting on every cluster; four devices."""
+    n, blocks, batch = len(cluster.devices), len(work.model.blocks), work.global_batch
+    shares = [d.share for d in cluster.devices]
+    even, fair = [batch // n] * n, _split(batch, shares)
+    front = [3, 2, 2, blocks - 7]
+    return {
+        "even data parallel": _data(even, even, blocks),
+        "uneven data parallel": _data(fair, fair, blocks),
+        "ZeRO-3": _data(even, even, blocks, n),
+        "groups of 2": _data(even, even, blocks, 2),
+        "uneven groups of 2": _data(fair, fair, blocks, 2),
+        "pipeline, even": Plan(pipelines=(_pipe(range(n), front, batch, 4),)),
+        "pipeline, by speed": Plan(pipelines=(_pipe(range(n), _split(blocks, shares), batch, 4),)),
+        "2 pipelines, neighbours": Plan(pipelines=(
+            _pipe((0, 1), _split(blocks, shares[:2]), 12, 3), _pipe((2, 3), _split(blocks, shares[2:]), 12, 3))),
+        "2 pipelines, far apart": Plan(pipelines=(
+            _pipe((0, 2), _split(blocks, shares[::2]), 12, 3), _pipe((1, 3), _split(blocks, shares[1::2]), 12, 3))),
+    }
+
+
+# --- the processes -------------------------------------------------------------------------------------------------
+
+class Order(NamedTuple):
+    """One contender: a plan, or the name of a peer."""
+
+    name: str
+    work: Job
+    cluster: Cluster
+    steps: int
+    rendezvous: str
+    plan: Plan | None = None
+    per_node: int = 0
+
+
+class Outcome(NamedTuple):
+    """On one rank: seconds per step, and payload bytes by (kind, destination) of all counted steps."""
+
+    step_s: float
+    sent: dict[tuple[str, int], int]
+
+
+def _carry_out(order: Order, rank: int, mark: Callable[[], None]) -> Outcome | None:
+    import torch.distributed as dist
+
+    ranks = order.plan.ranks if order.plan else tuple(range(len(order.cluster.devices)))
+    if rank not in ranks:
+        for _ in range(2):
+            mark()
+        return None
+    dist.init_process_group("gloo", init_method=order.rendezvous, rank=ranks.index(rank), world_size=len(ranks))
+    sent: Counter[tuple[str, int]] = Counter()
+    if order.plan:
+        from mixfleet.run.source import DecoderSource
+        from mixfleet.run.worker import Rank
+
+        mine = Rank(order.plan, order.work, order.cluster, DecoderSource(order.work), ranks.index(rank))
+        mine.start()
+        sent = mine.fabric.sent
+
+        def step(number: int) -> None:
+            mine.interpreter.step(mine.batches(number), order.work.optimizer.lr)
+
+        finish, close = mine.interpreter.finish, mine.close
+    else:
+        from benchmarks.peers import ddp, fsdp
+
+        step = ddp.stepper(order.work) if order.name.endswith("DDP") else fsdp.stepper(order.work, order.per_node)
+        finish = close = lambda: None
+    step(0)
+    finish()
+    dist.barrier()
+    mark()
+    before, start = Counter(sent), time.perf_counter()
+    for number in range(1, order.steps + 1):
+        step(number)
+    finish()
+    dist.barrier()
+    seconds = time.perf_counter() - start
+    mark()
+    close()
+    dist.destroy_process_group()
+    return Outcome(seconds / order.steps, dict(Counter(sent) - before))
+
+
+def _serve(rank: int, enter: Any, pipe: Any) -> None:
+    enter(rank)
+    import torch
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    import mixfleet.run.worker
+    from benchmarks.peers import ddp, fsdp  # noqa: F401
+    assert mixfleet.run.worker
+    pipe.send("ready")
+
+    def mark() -> None:
+        """The parent reads the counters of the interfaces while all wait."""
+        pipe.send("mark")
+        pipe.recv()
+
+    while (order := pipe.recv()) is not None:
+        try:
+            pipe.send(_carry_out(order, rank, mark))
+        except BaseException as error:
+            pipe.send(f"{type(error).__name__}: {error}")
+            raise
+    os._exit(0)
+
+
+class Pool:
+    """One process per rank at its seat. What they load does not count against their quotas; what they train does."""
+
+    def __init__(self, bed: Any) -> None:
+        self.bed = bed
+        context = multiprocessing.get_context("spawn")
+        self._pipes = []
+        with bed.unthrottled():
+            for seat in bed.layout.seats:
+                here, there = context.Pipe()
+                context.Process(target=_serve, daemon=True, args=(seat.rank, bed.enter, there)).start()
+                there.close()
+                self._pipes.append(here)
+            self._all("ready")
+
+    def _all(self, expected: str | None) -> list[Any]:
+        found: dict[int, Any] = {}
+        while len(found) < len(self._pipes):
+            waiting = {p: i for i, p in enumerate(self._pipes) if i not in found}
+            ready = multiprocessing.connection.wait(list(waiting), READY_S)
+            if not ready:
+                raise RuntimeError(f"{len(waiting)} ranks hang")
+            for pipe in ready:
+                message = pipe.recv()  # type: ignore[union-attr]
+                if isinstance(message, str) and message != expected:
+                    raise RuntimeError(f"rank {waiting[pipe]}: {message}")  # type: ignore[index]
+                found[waiting[pipe]] = message  # type: ignore[index]
+        return [found[i] for i in range(len(self._pipes))]
+
+    def run(self, order: Order) -> tuple[list[Outcome | None], dict[str, int]]:
+        """Outcomes by rank, and the bytes that left each node in the counted steps."""
+        for pipe in self._pipes:
+            pipe.send(order)
+        counts = []
+        for _ in range(2):
+            self._all("mark")
+            counts.append(self.bed.counters())
+            for pipe in self._pipes:
+                pipe.send(None)
+        outcomes = self._all(None)
+        return outcomes, {n: counts[1][n]["tx_bytes"] - counts[0][n]["tx_bytes"] for n in counts[0]}
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.send(None)
+
+
+# --- what comes of it ----------------------------------------------------------------------------------------------
+
+class Row(NamedTuple):
+    """One contender on one cluster."""
+
+    cluster: str
+    name: str
+    predicted_s: float | None
+    measured_s: float | None
+    bytes_exact: bool | None
+    """Payload counted by every rank equals the prediction."""
+    wire: float | None
+    """Bytes on the interfaces over payload between nodes."""
+    bound_s: float | None
+    """The larger of computing at full speed on all devices, and of this plan's bytes on its tightest link."""
+    note: str = ""
+
+
+def measure(name: str, cluster: Cluster, *, quick: bool, say: Callable[[str], None]) -> list[Row]:
+    """All plans and peers on one cluster."""
+    from mixfleet.search import find
+    from mixfleet.sim import predict
+    from mixfleet.testbed import Testbed
+    from mixfleet.testbed.profile import profile
+
+    work, rows = job(), []
+    with Testbed.up(cluster) as bed:
+        say(f"{name}: profiling")
+        real = profile(bed, cluster, work, micro_batches=(1, 3, 6, 12))
+        result = find(work, real, top=1)
+        contenders = plans(work, cluster)
+        chosen = result.best.plan if result.best else None
+        if quick:
+            contenders = {k: v for i, (k, v) in enumerate(contenders.items()) if i % 2 == 0 or i == 1}
+        if chosen:
+            contenders["chosen by mixfleet"] = chosen
+        ideal_s = work.global_batch / result.upper_samples_per_s
+        pool = Pool(bed)
+        with tempfile.TemporaryDirectory(prefix="mixfleet-") as folder:
+            for number, (label, plan) in enumerate(contenders.items()):
+                reason = why_not(plan, work, real)
+                prediction = None if reason else predict(plan, work, real, sent=True)
+                if prediction is None or not prediction.fits:
+                    rows.append(Row(name, label, None, None, None, None, None,
+                                    reason or f"does not fit: {prediction.reasons[0]}" if prediction else str(reason)))
+                    continue
+                steps = _steps(prediction.step_s, quick)
+                outcomes, wire = pool.run(Order(label, work, real, steps, f"file://{folder}/{number}", plan))
+                rows.append(_row(name, label, plan, real, prediction, outcomes, wire, steps, ideal_s))
+                say(_line(rows[-1]))
+            size = len(real.ranks_of_node[0])
+            if cluster.name == "small memory":
+                rows.append(Row(name, "torch DDP, FSDP2 hybrid", None, None, None, None, None, "do not fit"))
+            for label, per_node in (("torch DDP", 0), ("torch FSDP2 full", 0), ("torch FSDP2 hybrid", max(size, 2))):
+                if cluster.name == "small memory" and label != "torch FSDP2 full":
+                    continue
+                guess = next((r.measured_s for r in rows if r.measured_s), 1.0)
+                steps = _steps(guess, quick)
+                outcomes, _ = pool.run(Order(label, work, real, steps, f"file://{folder}/{label[-6:]}", None, per_node))
+                seconds = max(o.step_s for o in outcomes if o)
+                rows.append(Row(name, label, None, seconds, None, None, None))
+                say(_line(rows[-1]))
+        pool.close()
+    return rows
+
+
+def _steps(seconds: float, quick: bool) -> int:
+    return max(2, min(STEPS[0], math.ceil(1 / seconds))) if quick else max(STEPS[0], min(STEPS[1], math.ceil(
+        WINDOW_S / seconds)))
+
+
+def _row(cluster: str, name: str, plan: Plan, real: Cluster, prediction: Any, outcomes: Sequence[Outcome | None],
+         wire: dict[str, int], steps: int, ideal_s: float) -> Row:
+    exact, payload = True, Counter[str]()
+    ports: dict[str, float] = defaultdict(float)
+    capacity: dict[str, float] = {}
+    for rank in plan.ranks:
+        outcome = outcomes[rank]
+        assert outcome is not None
+        kinds: Counter[str] = Counter()
+        for (kind, dst), nbytes in outcome.sent.items():
+            kinds[kind] += nbytes
+            path = real.path(rank, dst)
+            if real.node_of[rank] != real.node_of[dst]:
+                payload[real.nodes[real.node_of[rank]].name] += nbytes
+                for port in path.ports[1:-1]:
+                    ports[port.name] += nbytes / steps
+                    capacity[port.name] = port.bandwidth_Bps
+        expected = prediction.sent_bytes[str(rank)]
+        exact &= all(kinds[k] == steps * n for k, n in expected.items()) and sum(kinds.values()) == steps * sum(
+            expected.values())
+    link_s = max((n / capacity[p] for p, n in ports.items()), default=0.0)
+    total = sum(payload.values())
+    return Row(cluster, name, prediction.step_s, max(o.step_s for o in outcomes if o), exact,
+               sum(wire.values()) / total if total else None, max(ideal_s, link_s))
+
+
+def kendall(pairs: Sequence[tuple[float, float]]) -> float:
+    """Rank correlation (tau-a): pairs of plans in the same order, less those in the other, over all."""
+    found = [math.copysign(1, (a - c) * (b - d)) if (a - c) * (b - d) else 0.0
+             for (a, b), (c, d) in combinations(pairs, 2)]
+    return sum(found) / len(found) if found else 1.0
+
+
+class Summary(NamedTuple):
+    """What the issue asks for."""
+
+    cluster: str
+    tau: float
+    behind_best: float
+    """The chosen plan's time over that of the best measured plan, less 1."""
+    over_peers: float
+    """Best peer's time over the chosen plan's."""
+    of_bound: float
+
+
+def summaries(rows: Sequence[Row]) -> list[Summary]:
+    found = []
+    for cluster in dict.fromkeys(r.cluster for r in rows):
+        mine = [r for r in rows if r.cluster == cluster and r.measured_s]
+        pairs = [(r.predicted_s, r.measured_s) for r in mine if r.predicted_s and r.measured_s]
+        best = min(m for _, m in pairs)
+        chosen = next(r for r in mine if r.name == "chosen by mixfleet")
+        peers = [r.measured_s for r in mine if r.name.startswith("torch") and r.measured_s]
+        assert chosen.measured_s
+        assert chosen.bound_s
+        found.append(Summary(cluster, kendall(pairs), chosen.measured_s / best - 1,
+                             min(peers) / chosen.measured_s if peers else math.inf,
+                             chosen.bound_s / chosen.measured_s))
+    return found
+
+
+def errors(rows: Sequence[Row]) -> list[float]:
+    return sorted(abs(r.predicted_s / r.measured_s - 1) for r in rows if r.predicted_s and r.measured_s)
+
+
+def _line(row: Row) -> str:
+    def seconds(value: float | None) -> str:
+        return show_seconds(value) if value else ""
+
+    error = f"{row.predicted_s / row.measured_s - 1:+.1%}" if row.predicted_s and row.measured_s else ""
+    exact = "" if row.bytes_exact is None else "exact" if row.bytes_exact else "**differ**"
+    wire = f"{row.wire:.3f}" if row.wire else ""
+    of_bound = f"{row.bound_s / row.measured_s:.2f}" if row.bound_s and row.measured_s else ""
+    return (f"| {row.cluster} | {row.name} | {seconds(row.measured_s)} | {seconds(row.predicted_s)} | {error} | "
+            f"{exact} | {wire} | {of_bound} | {row.note} |")
+
+
+def table(rows: Sequence[Row], busy: float) -> str:
+    """Markdown."""
+    found = errors(rows)
+    tail = quantiles(found, n=10, method="inclusive")[-1] if len(found) > 1 else found[0]
+    lines = [f"{len(found)} pairs of plan and cluster; step time off by {median(found):.1%} (median), {tail:.1%} (90th "
+             f"percentile); bytes {'exact' if all(r.bytes_exact is not False for r in rows) else 'NOT exact'}. "
+             f"Other work on the machine while measuring: {busy:.0%} of its cores.", "",
+             "| cluster | rank correlation | chosen behind best | peers over chosen | chosen reaches of its bound |",
+             "| --- | --- | --- | --- | --- |"]
+    lines += [f"| {s.cluster} | {s.tau:.2f} | {s.behind_best:.1%} | {s.over_peers:.2f} | {s.of_bound:.2f} |"
+              for s in summaries(rows)]
+    lines += ["", "| cluster | plan | measured | predicted | error | bytes | wire/payload | bound/measured | |",
+              "| --- | --- | --- | --- | --- | --- | --- | --- | --- |", *map(_line, rows)]
+    return "\n".join(lines) + "\n"
+
+
+def scatter(rows: Sequence[Row]) -> str:
+    """Measured over predicted, both logarithmic, as SVG; the band is 8 % to both sides."""
+    points = [(r.predicted_s, r.measured_s, r) for r in rows if r.predicted_s and r.measured_s]
+    low = min(min(p, m) for p, m, _ in points) / 1.15
+    high = max(max(p, m) for p, m, _ in points) * 1.15
+    size, margin = 560, 56
+
+    def at(value: float) -> float:
+        return margin + (size - 2 * margin) * math.log(value / low) / math.log(high / low)
+
+    colours = dict(zip(dict.fromkeys(r.cluster for *_, r in points),
+                       ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")))
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{size + 130}" height="{size}" font-family="sans-serif" '
+             f'font-size="12"><rect width="100%" height="100%" fill="white"/>']
+    shift = at(low * 1.08) - at(low)
+    a, b = at(low), at(high)
+    parts.append(f'<polygon fill="#eee" points="{a},{size - a - shift} {b},{size - b - shift} {b},{size - b + shift} '
+                 f'{a},{size - a + shift}"/><line x1="{a}" y1="{size - a}" x2="{b}" y2="{size - b}" stroke="#888"/>')
+    for tick in (0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 5, 7, 10, 20):
+        if low <= tick <= high:
+            parts.append(f'<text x="{at(tick):.1f}" y="{size - margin + 18}" text-anchor="middle">{tick:g} s</text>'
+                         f'<text x="{margin - 8}" y="{size - at(tick) + 4:.1f}" text-anchor="end">{tick:g} s</text>')
+    for p, m, r in points:
+        mark = 6 if r.name == "chosen by mixfleet" else 4
+        parts.append(f'<circle cx="{at(p):.1f}" cy="{size - at(m):.1f}" r="{mark}" fill="{colours[r.cluster]}" '
+                     f'fill-opacity="0.75"><title>{r.cluster}: {r.name}</title></circle>')
+    for i, (cluster, colour) in enumerate(colours.items()):
+        parts.append(f'<circle cx="{size}" cy="{margin + 20 * i}" r="5" fill="{colour}"/>'
+                     f'<text x="{size + 12}" y="{margin + 4 + 20 * i}">{cluster}</text>')
+    parts.append(f'<text x="{size / 2}" y="{size - 12}" text-anchor="middle">predicted step</text>'
+                 f'<text x="16" y="{size / 2}" text-anchor="middle" transform="rotate(-90 16 {size / 2})">measured step'
+                 "</text></svg>")
+    return "\n".join(parts) + "\n"
+
+
+def _busy(seconds: float = 1.0) -> float:
+    """Part of the machine's cores that is in use, nothing of ours running."""
+    def look() -> tuple[int, int]:
+        numbers = [int(n) for n in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
+        return sum(numbers), numbers[3] + numbers[4]
+
+    (total, idle), _ = look(), time.sleep(seconds)
+    total2, idle2 = look()
+    return 1 - (idle2 - idle) / max(1, total2 - total)
+
+
+def run(*, quick: bool, only: Sequence[str] = (), say: Callable[[str], None] = lambda line: None
+        ) -> tuple[list[Row], float]:
+    """Rows of all clusters, and how busy the machine was between them."""
+    rows, busy = [], [_busy()]
+    chosen = shapes()
+    if quick and not only:
+        only = ("one slow", "slow link")
+    for name, cluster in chosen.items():
+        if not only or name in only:
+            rows += measure(name, cluster, quick=quick, say=say)
+            busy.append(_busy())
+    return rows, max(busy)
+
+
+def figures() -> Iterator[Figure]:
+    """The quick part, as figures."""
+    from mixfleet.testbed import probe
+
+    missing = probe().missing
+    if missing:
+        yield Figure("prediction on a testbed", f"not measured: {missing[0]}")
+        return
+    rows, busy = run(quick=True)
+    found = errors(rows)
+    yield Figure("step time on a testbed, median error", f"{median(found):.1%} (others use {busy:.0%} of the machine)",
+                 "at most 8 %", median(found) <= 0.08)
+    yield Figure("bytes on a testbed", "exact" if all(r.bytes_exact is not False for r in rows) else "differ", "exact",
+                 all(r.bytes_exact is not False for r in rows))
+    for s in summaries(rows):
+        yield Figure(f"testbed {s.cluster}: rank correlation; chosen behind best; best peer over chosen",
+                     f"{s.tau:.2f}; {s.behind_best:.1%}; {s.over_peers:.2f}", "at least 0.9; at most 3 %; at least 2",
+                     s.tau >= 0.9 and s.behind_best <= 0.03)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("out/testbed"))
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--only", action="append", default=[], choices=list(shapes()))
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    start = time.monotonic()
+    rows, busy = run(quick=options.quick, only=options.only, say=lambda line: print(line, file=sys.stderr, flush=True))
+    text = table(rows, busy)
+    (options.out / "table.md").write_text(text)
+    (options.out / "scatter.svg").write_text(scatter(rows))
+    (options.out / "results.json").write_text(json.dumps([r._asdict() for r in rows], indent=1))
+    print(text)
+    print(f"{time.monotonic() - start:.0f} s", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,330 @@
+"""The testbed: what a cluster file becomes, and (as root) that links, quotas, cleaning up and recovery are real."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from mixfleet.cli import main
+from mixfleet.cluster import Cluster, Link, Node, device_named
+from mixfleet.errors import InputError, RunError
+from mixfleet.job import Optimizer
+from mixfleet.run import train
+from mixfleet.run.checkpoint import Reader
+from mixfleet.sim import predict
+from mixfleet.testbed import Support, emulate_gpus, laid_out, leftovers, probe
+from mixfleet.testbed import Testbed as Bed
+from mixfleet.testbed import testbeds as standing
+from mixfleet.testbed.elastic import train_elastically
+from mixfleet.testbed.faults import Fault, Schedule, explained, injected
+from mixfleet.testbed.layout import PAYLOAD, PROCESS_BYTES, period_us
+from run_pool import CLUSTER, Case, job, pipe, plan, reference
+
+MISSING = probe().missing
+as_root = [pytest.mark.root, pytest.mark.skipif(bool(MISSING), reason="; ".join(MISSING) or "never")]
+HERE = Support(root=True, qdiscs=("tbf", "htb"), cpu="/cpu", memory="/memory", cores=(0, 1))
+INNER = Link(latency_s=3e-5, bandwidth_Bps=1e9)
+CPU = device_named("cpu").replace(memory_bytes=2**30)
+WIDE = {"hidden": 64, "ffn": 128}
+BOTH = plan(pipe((0, 5), (0,), samples=4, micro_batch=2), pipe((0, 5), (1,), samples=2, micro_batch=1),
+            sharding=(2, 2, 2))
+ALONE = plan(pipe((0, 5), (0,), samples=6, micro_batch=6))
+DATA = Path(__file__).parent.parent / "examples"
+
+
+def cluster(*shares: float, mbps: float = 100, **changes: object) -> Cluster:
+    nodes = tuple(Node(name=f"n{i}", devices=(CPU.replace(share=s),), link=INNER, zone="ab"[i % 2], rack=str(i),
+                       nic=Link(name="nic", latency_s=2e-5, bandwidth_Bps=mbps * 1e6 / 8))
+                  for i, s in enumerate(shares))
+    return Cluster(name="toy", nodes=nodes, **changes)
+
+
+# --- plain values --------------------------------------------------------------------------------------------------
+
+def test_nodes_hang_on_the_bridges_that_limit_them():
+    wan, top = Link(latency_s=1e-3, bandwidth_Bps=3e6), Link(latency_s=1e-4, bandwidth_Bps=7e6)
+    found = laid_out(cluster(.5, .5, .5, zone_uplink=wan, rack_uplink=top), "x", HERE)
+    bridge = {w.peer if w.namespace != found.switch else w.name: w for w in found.wires}
+    assert found.bridges == ("core", "zone0", "rack0", "zone1", "rack1", "rack2")
+    assert [w.bridge for w in found.wires if w.namespace != found.switch] == ["rack0", "rack1", "rack2"]
+    assert {n: (w.upper, w.rate_Bps) for n, w in bridge.items() if w.upper} == {
+        "zone0up": ("core", 3e6), "zone1up": ("core", 3e6), "rack0up": ("zone0", 7e6), "rack1up": ("zone1", 7e6),
+        "rack2up": ("zone0", 7e6)}
+
+
+def test_without_uplinks_all_share_one_bridge():
+    found = laid_out(cluster(.5, .25), "x", HERE)
+    assert found.bridges == ("core",)
+    assert found.addresses == {"n0": "10.77.0.1", "n1": "10.77.0.2"}
+    assert all("rate 100000000bit" in w.out and "netem" not in w.out for w in found.wires)
+    assert found.seats[1].memory_bytes == 2**30 + PROCESS_BYTES
+
+
+def test_delay_is_set_where_the_kernel_can():
+    found = laid_out(cluster(.5, .25), "x", HERE.replace(qdiscs=("tbf", "htb", "netem")))
+    assert "netem delay 20us" in found.wires[0].out
+    assert any("netem" in line for line in HERE.instead)
+
+
+def test_a_matrix_gives_each_pair_its_rate():
+    rates = ((0.0, 3e6), (5e6, 0.0))
+    found = laid_out(cluster(.5, .25, node_matrix_Bps=((1.0, 3e6), (5e6, 1.0))), "x", HERE)
+    for node, row, other in (("n0", rates[0][1], "10.77.0.2"), ("n1", rates[1][0], "10.77.0.1")):
+        text = "\n".join(found.classes[node])
+        assert f"ceil {round(row * 8)}bit" in text
+        assert f"dst {other}/32" in text
+
+
+def test_quotas_are_short_and_not_below_the_kernels_smallest():
+    assert period_us(1.0) == period_us(0.2) == 5000
+    assert period_us(0.05) * 0.05 == pytest.approx(1000)
+
+
+def test_shares_are_packed_on_cores():
+    found = laid_out(cluster(.7, .6, .3, .4), "x", HERE)
+    assert [s.cores for s in found.seats] == [(0,), (1,), (0,), (1,)]
+    assert [s.cores for s in laid_out(cluster(.7, .7, .6), "x", HERE).seats] == [()] * 3
+
+
+@pytest.mark.parametrize(("wanted", "says"), [
+    (cluster(.9, .9, .9), "take 2.7 cores together; this machine has 2"),
+    (cluster(.5, .5, mbps=40_000), "n0 has a NIC of 40 Gb/s"),
+])
+def test_refuses_what_the_machine_cannot_be(wanted, says):
+    with pytest.raises(InputError, match=says.replace(".", r"\.")):
+        laid_out(wanted, "x", HERE)
+
+
+def test_gpus_only_emulated_and_in_proportion():
+    lab = Cluster.load(DATA / "clusters/mixed-lab.yaml")
+    with pytest.raises(InputError, match="--emulate"):
+        laid_out(lab, "x", HERE)
+    slow, note = emulate_gpus(lab, HERE)
+    assert "emulated" in note
+    assert sum(d.share for d in slow.devices) == pytest.approx(1.8, rel=1e-2)
+    a, b = lab.devices[0], lab.devices[-1]
+    assert slow.devices[0].share / slow.devices[-1].share == pytest.approx(
+        max(a.flops[t] for t in a.flops if t in ("bf16", "fp16")) /
+        max(b.flops[t] for t in b.flops if t in ("bf16", "fp16")), rel=1e-2)
+    factor = slow.nodes[0].nic.bandwidth_Bps / lab.nodes[0].nic.bandwidth_Bps
+    assert factor == pytest.approx(slow.nodes[-1].nic.bandwidth_Bps / lab.nodes[-1].nic.bandwidth_Bps)
+    laid_out(slow, "x", HERE)
+
+
+@pytest.mark.parametrize(("fields", "says"), [
+    ({"do": "kil", "rank": 1}, "kill"), ({"do": "kill"}, "needs a rank"), ({"do": "cut"}, "needs a node"),
+    ({"do": "slow", "rank": 0}, "share"), ({"do": "degrade", "node": "a", "rate": "fast"}, "rate"),
+])
+def test_faults_are_checked(fields, says):
+    with pytest.raises(InputError, match=says):
+        Fault(**fields)
+
+
+def test_schedules_name_the_line(tmp_path):
+    path = tmp_path / "faults.yaml"
+    path.write_text("faults:\n- {do: kill, rank: 1, at_step: 3}\n- {do: cut, noed: n1}\n")
+    with pytest.raises(InputError, match="noed"):
+        Schedule.load(path)
+
+
+def test_a_dry_run_names_every_step_and_does_none(tmp_path, capsys):
+    path = tmp_path / "c.yaml"
+    cluster(.5, .25).save(path)
+    assert main(["testbed", "up", str(path), "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "ip netns add mixfleet-ID-n0" in out
+    assert "tbf rate 100000000bit" in out
+    assert "cgroup of rank 1 on n1: 0.25 of a core" in out
+
+
+def test_without_root_it_says_so(tmp_path, capsys, monkeypatch):
+    path = tmp_path / "c.yaml"
+    cluster(.5, .25).save(path)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert main(["testbed", "up", str(path)]) == 2
+    shown = capsys.readouterr()
+    assert "root is needed" in shown.err
+    assert "netns add" in shown.out
+
+
+# --- the real thing ------------------------------------------------------------------------------------------------
+
+RECEIVE = """
+import socket, sys
+server = socket.create_server(("", 4711))
+print("ready", flush=True)
+peer, _ = server.accept()
+total = 0
+while (data := peer.recv(1 << 20)):
+    total += len(data)
+peer.sendall(str(total).encode())
+"""
+SEND = """
+import socket, sys, time
+peer = socket.create_connection((sys.argv[1], 4711))
+peer.sendall(bytes(1 << 17))
+start = time.perf_counter()
+peer.sendall(bytes(int(sys.argv[2])))
+peer.shutdown(socket.SHUT_WR)
+peer.recv(100)
+print(time.perf_counter() - start)
+"""
+
+
+@pytest.fixture
+def pair():
+    with Bed.up(cluster(.9, .45)) as bed:
+        yield bed
+
+
+def carry(bed: Bed, nbytes: int) -> float:
+    server = bed.spawn(1, [sys.executable, "-c", RECEIVE], stdout=subprocess.PIPE)
+    assert server.stdout
+    server.stdout.readline()
+    client = bed.spawn(0, [sys.executable, "-c", SEND, bed.layout.addresses["n1"], str(nbytes)],
+                       stdout=subprocess.PIPE)
+    out, _ = client.communicate(timeout=60)
+    server.wait(timeout=10)
+    return float(out)
+
+
+class TestReal:
+    pytestmark = as_root
+
+    def test_eight_nodes_come_and_go(self):
+        start = time.monotonic()
+        bed = Bed.up(cluster(*[.2] * 8))
+        made_s = time.monotonic() - start
+        assert len(subprocess.run(["ip", "netns"], capture_output=True, text=True).stdout.split(bed.layout.id)) == 10
+        bed.down()
+        assert bed.layout.id not in subprocess.run(["ip", "netns"], capture_output=True, text=True).stdout
+        assert not Path(bed.state.cpu or "/nowhere").exists()
+        assert bed.layout.id not in {s.layout.id for s in standing()}
+        assert made_s < 6, "2 s on a machine with nothing else to do"
+
+    def test_a_link_carries_its_rate_and_counts_it(self, pair):
+        nbytes = 4 * 2**20
+        before = pair.counters()
+        seconds = carry(pair, nbytes)
+        bound = nbytes / (100e6 / 8)
+        assert 1.0 <= seconds / bound / PAYLOAD <= 1.15
+        sent = pair.counters()["n0"]["tx_bytes"] - before["n0"]["tx_bytes"]
+        assert nbytes + 2**17 <= sent <= 1.02 * (nbytes + 2**17)
+
+    def test_a_degraded_link_is_slower_and_a_cut_one_is_seen(self, pair):
+        pair.set_rate("n1", 20e6 / 8)
+        assert carry(pair, 2**20) > 0.95 * 2**20 / (20e6 / 8)
+        pair.set_link("n1", False)
+        assert pair.unplugged() == ["n1"]
+        pair.set_link("n1", True)
+        assert pair.unplugged() == []
+
+    def test_two_at_once_do_not_meet(self, pair):
+        with Bed.up(cluster(.05, .05)) as other:
+            assert carry(other, 2**16) > 0
+            assert pair.counters()["n1"]["rx_bytes"] < 2**16
+            assert {pair.layout.id, other.layout.id} <= {s.layout.id for s in standing()}
+
+    @pytest.mark.skipif(not probe().cpu, reason="no cgroup for CPU time")
+    def test_quotas_hold(self, pair):
+        code = "import time\nend = time.monotonic() + 1\nwhile time.monotonic() < end: pass\nprint(time.process_time())"
+        runs = [pair.spawn(r, [sys.executable, "-c", code], stdout=subprocess.PIPE) for r in (0, 1)]
+        used = [float(run.communicate()[0]) for run in runs]
+        assert used[0] <= 1.0
+        assert used[1] <= 0.45 * 1.25
+
+    def test_what_a_killed_owner_leaves_is_removed(self, tmp_path):
+        path = tmp_path / "c.yaml"
+        cluster(.05, .05).save(path)
+        owner = subprocess.Popen([sys.executable, "-m", "mixfleet", "testbed", "run", str(path), "--", "sleep", "77"])
+        until = time.monotonic() + 30
+        mine = []
+        while not mine and time.monotonic() < until:
+            time.sleep(0.1)
+            mine = [s for s in standing() if s.owner == owner.pid and len(Bed(s, probe()).processes()) == 2]
+        owner.send_signal(signal.SIGKILL)
+        owner.wait()
+        (state,) = mine
+        assert state.abandoned
+        left = Bed(state, probe()).processes()
+        assert left
+        removed = leftovers(remove=True)
+        assert state.layout.id in {s.layout.id for s in removed}
+        assert not any(Path(f"/proc/{pid}/cmdline").exists() and b"77" in Path(f"/proc/{pid}/cmdline").read_bytes()
+                       for pid in left)
+        assert state.layout.id not in subprocess.run(["ip", "netns"], capture_output=True, text=True).stdout
+
+    def test_training_equals_the_reference_and_its_bytes_are_on_the_wire(self, pair, tmp_path):
+        case = Case(BOTH, job(figures=WIDE), steps=3)
+        before = pair.counters()
+        with pair.unthrottled():
+            result = train(case.plan, case.job, pair.realised(cluster(.9, .45)), steps=3, out_dir=tmp_path,
+                           enter=pair.enter)
+        after = pair.counters()
+        assert result is not None
+        expected = reference(case)
+        assert result.losses == pytest.approx(expected.losses, rel=1e-9)
+        reader = Reader(tmp_path / "checkpoints")
+        for key, value in expected.weights.items():
+            found = reader.read(key, "weights", 0, value.numel())
+            torch.testing.assert_close(found, value, rtol=1e-9, atol=1e-12)
+        said = predict(case.plan, case.job, cluster(.9, .45), sent=True).sent_bytes
+        for node, report in enumerate(result.ranks):
+            payload = sum(report.sent.values())
+            assert payload == 3 * sum(said[str(node)].values())
+            wire = after[f"n{node}"]["tx_bytes"] - before[f"n{node}"]["tx_bytes"]
+            assert payload < wire < 1.05 * payload + 60_000, "headers, and what ranks tell each other to begin and end"
+
+    @pytest.mark.slow
+    @pytest.mark.timeout(200)
+    def test_recovers_from_a_restarted_node_and_takes_it_back(self, tmp_path):
+        wanted = cluster(.9, .45)
+        work = job(figures=WIDE, optimizer=Optimizer(lr=1e-4, weight_decay=0.1))  # larger: rounding grows
+        with Bed.up(wanted) as bed:
+            legs = train_elastically(
+                bed, bed.realised(wanted), work, tmp_path, steps=120, checkpoint_every=3,
+                plan_for=lambda _, left: BOTH if len(left.nodes) == 2 else ALONE,
+                schedule=Schedule(faults=(Fault(do="restart", node="n1", at_step=7, seconds=12),)))
+        assert "n1" in legs[0].failure
+        assert legs[0].noticed_s < 10
+        assert legs[0].nodes == ("n0", "n1")
+        assert legs[1].nodes == ("n0",)
+        assert legs[-1].nodes == ("n0", "n1")
+        for leg, after in pairwise(legs):
+            assert after.first_step == leg.last_step
+        calm = train(ALONE, work, CLUSTER, steps=legs[-1].last_step, out_dir=tmp_path / "calm")
+        assert calm is not None
+        found, expected = Reader(tmp_path / "checkpoints"), Reader(tmp_path / "calm/checkpoints")
+        assert found.state.position == expected.state.position
+        for key in {entry.tensor for entry in expected.index.pieces}:
+            torch.testing.assert_close(found.whole(key, "weights"), expected.whole(key, "weights"), rtol=1e-9,
+                                       atol=1e-12)
+
+    @pytest.mark.slow
+    @pytest.mark.timeout(100)
+    @pytest.mark.parametrize(("fault", "says"), [
+        (Fault(do="kill", rank=1, at_step=3), "n1) was killed by SIGKILL"),
+        (Fault(do="freeze", rank=1, at_step=3), "n1): has not answered"),
+        (Fault(do="cut", node="n1", at_step=3), "n1 is off the network"),
+        (Fault(do="fill", rank=1, at_step=3), "cannot write the checkpoint: File too large"),
+    ], ids=lambda value: value.do if isinstance(value, Fault) else "")
+    def test_names_what_failed(self, pair, tmp_path, fault, says):
+        told = []
+
+        def on_step(report):
+            told.append(time.monotonic())
+            struck(report.step)
+
+        with injected(pair, Schedule(faults=(fault,))) as struck, pytest.raises((RunError, InputError)) as error:
+            train(BOTH, job(figures=WIDE), pair.realised(cluster(.9, .45)), steps=10_000, out_dir=tmp_path,
+                  checkpoint_every=5, enter=pair.enter, silent_s=6, on_step=on_step)
+        assert says in str(explained(pair, RunError(str(error.value))))
+        assert time.monotonic() - told[-1] < 10
