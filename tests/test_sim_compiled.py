@@ -1,0 +1,58 @@
+"""The compiled walk against the event queue and against the readable timeline."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mixfleet.schedule.greedy import Work, timeline
+from mixfleet.schedule.named import SCHEDULES
+from mixfleet.sim import compiled
+from mixfleet.sim.compiled import Arrays, pipeline, run
+from mixfleet.sim.engine import Graph
+from mixfleet.sim.engine import run as play
+
+
+@pytest.fixture(params=["compiled", "plain"])
+def way(request, monkeypatch):
+    monkeypatch.setattr(compiled, "_made", [compiled._walk] if request.param == "plain" else [])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 30), st.randoms(use_true_random=False))
+def test_times_are_those_of_the_event_queue(n, random):
+    durations = [random.choice([0, random.randint(1, 99)]) for _ in range(n)]
+    pairs = [(a, b) for b in range(n) for a in range(b) if random.random() < 0.15]
+    label = random.sample(range(n), n)  # not in order of dependency
+    graph = Graph()
+    for t in range(n):
+        graph.add(durations[label.index(t)])
+    for a, b in pairs:
+        graph.order(label[a], label[b])
+    times = play(graph)
+    before, after = (np.array([label[p[i]] for p in pairs], np.int64) for i in (0, 1))
+    start, end = run(Arrays.of(np.array(graph.duration_ns, np.int64), before, after))
+    assert start.tolist() == times.start
+    assert end.tolist() == times.end
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_orders_take_as_long_as_in_the_timeline(name, way):
+    schedule = SCHEDULES[name]
+    home, m = schedule.place(3, 2 if schedule.most_rounds > 1 else 1), 6
+    f, b = [tuple(k * 1e-3 for k in range(a, a + len(home))) for a in (1, 3)]
+    work = Work(home, m, f, b, tuple(reversed(f)) if schedule.splits else (), comm=7e-4)
+    orders = schedule.orders(home, m)
+    start, end = run(pipeline(work, orders))
+    expected = timeline(work, orders)
+    steps = [step for order in orders for step in order]
+    assert [(round(s * 1e9), round(e * 1e9)) for s, e in map(expected.__getitem__, steps)] == [
+        (s, e) for s, e in zip(start.tolist(), end.tolist())][:len(steps)]
+
+
+def test_a_circle_is_left(way):
+    start, end = run(Arrays.of(np.array([5, 3, 2]), np.array([1, 2, 0]), np.array([2, 1, 1])))
+    assert end.tolist() == [5, -1, -1]
+    assert start.tolist() == [0, -1, -1]
