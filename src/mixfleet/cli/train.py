@@ -27,7 +27,7 @@ from mixfleet.errors import InputError
 
 if TYPE_CHECKING:
     from mixfleet.run import TrainResult
-    from mixfleet.run.launch import Enter
+    from mixfleet.run.launch import Enter, OnNan
     from mixfleet.run.metrics import StepMetrics
     from mixfleet.sim import Prediction
 
@@ -52,13 +52,17 @@ class Seats(NamedTuple):
 @click.option("--checkpoint-every", type=click.IntRange(0), default=0, help="Steps between them; 0: at the end.")
 @click.option("--trace", is_flag=True, help="Record the last steps into the folder, beside the prediction.")
 @click.option("--trace-steps", type=click.IntRange(1), default=5, show_default=True, help="How many of them.")
+@click.option("--balance-every", type=click.IntRange(0), default=0,
+              help="Steps between looks at who is slow, to give its samples to others; 0: never.")
+@click.option("--on-nan", type=click.Choice(["stop", "skip"]), default="stop", show_default=True,
+              help="What a step that is not finite does.")
 @click.option("--local", is_flag=True, help="Start all ranks on this machine, though the plan uses several.")
 @click.option("--commands", is_flag=True, help="Print the command to start on each machine, and stop.")
 @json_option
 @click.pass_obj
 def train(seats: Seats | None, plan: Path, job: Path | None, cluster: Path | None, steps: int | None,
-          out: Path | None, resume: Path | None, checkpoint_every: int, trace: bool, trace_steps: int, local: bool,
-          commands: bool, as_json: bool) -> None:
+          out: Path | None, resume: Path | None, checkpoint_every: int, trace: bool, trace_steps: int,
+          balance_every: int, on_nan: OnNan, local: bool, commands: bool, as_json: bool) -> None:
     """Train by PLAN: starts local processes, or runs as one of the processes of torchrun."""
     from mixfleet.report import chrome, results
     from mixfleet.run import train as run
@@ -92,7 +96,7 @@ def train(seats: Seats | None, plan: Path, job: Path | None, cluster: Path | Non
 
         result = run(loaded.plan, loaded.job, loaded.cluster, steps=last, out_dir=out or "", resume=resume or "",
                      checkpoint_every=checkpoint_every, trace_steps=trace_steps if trace else 0,
-                     base=loaded.job_path.parent, on_step=on_step,
+                     base=loaded.job_path.parent, on_step=on_step, balance_every=balance_every, on_nan=on_nan,
                      enter=seats.enter if seats else None, silent_s=seats.silent_s if seats else 0.0)
     if result is None:
         return

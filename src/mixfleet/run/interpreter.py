@@ -7,6 +7,7 @@ can go block by block as well.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mixfleet.job import Job
+from mixfleet.plan import Pipeline
 from mixfleet.program.action import (
     GATHER,
     NORM,
@@ -67,7 +69,9 @@ class StepResult(NamedTuple):
     bytes_sent: int
     """Payload of all ranks since the same point of the step before."""
     skipped: bool = False
-    """The fp16 gradient overflowed and the step was not taken."""
+    """The gradient was not finite, and the step was not taken."""
+    broken: bool = False
+    """And not because fp16 overflowed, which is to be expected: something is wrong."""
 
 
 class _Arrival(NamedTuple):
@@ -135,6 +139,8 @@ class Interpreter:
         self._loss = torch.zeros((), dtype=torch.float64, device=self.device)
         self._lr, self._factor, self._stop = 0.0, 0.0, False
         self._result: StepResult | None = None
+        self._broken: list[tuple[int, int, int, int]] | None = None
+        """Where numbers were not finite, while one looks for that."""
 
     # --- setting up ----------------------------------------------------------------------------------------------
 
@@ -193,6 +199,24 @@ class Interpreter:
         assert self._result is not None
         return self._result
 
+    def follow(self, role: Role, pipeline: Pipeline) -> None:
+        """Go on by another role of the same place: other micro-batches, but the same state."""
+        self.role, self.pipeline = role, pipeline
+        self._halved = {(b, a.mb) for a in role.actions if a.op == I for b in range(a.lo, a.hi)}
+
+    def locate(self, batches: Sequence[MicroBatch]) -> tuple[int, int, int, int] | None:
+        """Repeat a broken step and look where numbers cease to be finite on this rank, first in time: (0 forward or 1
+        backward, micro-batch, blocks on the way there, block). All ranks together; nothing is updated."""
+        self._broken = []
+        self.step(batches, 0.0)
+        found, self._broken = self._broken, None
+        return min(found, default=None)
+
+    def _watch(self, tensor: Tensor | None, block: int, mb: int, *, backward: bool) -> None:
+        if self._broken is not None and tensor is not None and not bool(tensor.isfinite().all()):
+            way = len(self.layout.model.blocks) - 1 - block if backward else block
+            self._broken.append((int(backward), mb, way, block))
+
     def finish(self) -> None:
         """Wait for everything under way, so that the state can be read."""
         for unit in self.units.values():
@@ -216,6 +240,7 @@ class Interpreter:
                         out = self._run(b, leaf, action.mb)
                     self._saved[b, action.mb] = leaf, out, held
                 self.recorder.hold(leaf, held)
+            self._watch(out, b, action.mb, backward=False)
             self._mark(f"F{b}.{action.mb}")
             x = out.detach()
         if action.hi == len(self.layout.model.blocks):
@@ -275,6 +300,9 @@ class Interpreter:
                 self._later[b, mb][1].extend(held)
             else:
                 self.recorder.drop(held)
+            self._watch(leaf.grad, b, mb, backward=True)
+            for unit in self._units_of[b]:
+                self._watch(unit.grad.data, b, mb, backward=True)
             if b > 0:
                 self._values["g", b, mb] = leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
                 leaf.grad = None
@@ -370,11 +398,12 @@ class Interpreter:
             loss, square_sum, tokens, stop, sent = self.fabric.sum(mine).tolist()
             factor = self.job.tokens_per_step / tokens / self.loss_scale if tokens else 0.0
             norm = square_sum**0.5 * factor
-            skipped = self._adapt_loss_scale(norm)
+            broken = not math.isfinite(loss) or (self.job.precision != "fp16" and not math.isfinite(norm))
+            skipped = self._adapt_loss_scale(norm) or broken
             clip = self.job.clip_norm
             self._factor = factor * min(1.0, clip / (norm + 1e-6)) if clip else factor
             self._result = StepResult(loss / tokens if tokens else 0.0, norm, int(tokens), stop > 0, int(sent),
-                                      skipped)
+                                      skipped, broken)
 
     def _valid(self, targets: Tensor | None) -> int:
         if targets is None:

@@ -14,12 +14,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from mixfleet.cluster import Cluster
 from mixfleet.errors import InputError, RunError
 from mixfleet.job import Job
 from mixfleet.plan import Plan, why_not
+from mixfleet.run.balance import Rebalance
 from mixfleet.run.metrics import StepMetrics
 from mixfleet.spec import Spec
 from mixfleet.trace import Trace
@@ -31,6 +32,8 @@ _GRACE_S = 1.0
 """How long to collect failures after the first: the cause may arrive after its consequences."""
 _PULSE_S = 0.5
 
+OnNan = Literal["stop", "skip"]
+"""What a loss or gradient that is not finite does: end the run, or leave the step out and go on."""
 Enter = Callable[[int], None]
 """Called with a rank in that rank's process, before anything else; must pickle."""
 
@@ -49,6 +52,11 @@ class Options(Spec, frozen=True, kw_only=True):
     keep: int = 2
     trace_steps: int = 0
     """How many of the last steps to record."""
+    balance_every: int = 0
+    """Steps between looks at who is slow, after which samples may go from one replica to another; 0: never."""
+    dead_band: float = 0.1
+    """Part of its samples by which some replica must be off before anything changes."""
+    on_nan: OnNan = "stop"
 
 
 class RankReport(Spec, frozen=True, kw_only=True):
@@ -73,6 +81,8 @@ class TrainResult(Spec, frozen=True, kw_only=True):
     trace: Trace | None = None
     checkpoint: str = ""
     ranks: tuple[RankReport, ...] = ()
+    balanced: tuple[Rebalance, ...] = ()
+    """Every change of samples."""
 
 
 class Failure(Spec, frozen=True, kw_only=True):
@@ -96,21 +106,23 @@ class TrainError(RunError):
 def train(plan: Plan, job: Job, cluster: Cluster, *, steps: int | None = None, out_dir: Path | str = "",
           resume: Path | str = "", checkpoint_every: int = 0, keep: int = 2, trace_steps: int = 0,
           base: Path | str = "", source: Source | None = None, on_step: Callable[[StepMetrics], None] | None = None,
-          enter: Enter | None = None, silent_s: float = 0.0) -> TrainResult | None:
+          enter: Enter | None = None, silent_s: float = 0.0, balance_every: int = 0, dead_band: float = 0.1,
+          on_nan: OnNan = "stop") -> TrainResult | None:
     """Train by a plan: with local processes, one per device of the plan, or as one process under `torchrun`.
 
     `steps` is the step to end at, by default the job's. `base` is the directory of a relative `data.path`. `on_step`
     is called after every step, in the calling process (under torchrun, on the first rank). SIGINT and SIGTERM end
     the run after the step under way, with a checkpoint if there is an `out_dir`. `enter` is called first in every
     local rank's process, with its rank, to take it where it belongs. A local rank that gives no sign of life for
-    `silent_s` seconds counts as failed; 0 waits for ever.
+    `silent_s` seconds counts as failed; 0 waits for ever. `balance_every`, `dead_band` and `on_nan`: see `Options`.
     Returns None on all ranks of torchrun but the first. Raises InputError, and TrainError if a rank fails or dies.
     """
     reason = why_not(plan, job, cluster)
     if reason:
         raise InputError(reason)
     options = Options(steps=job.steps if steps is None else steps, out_dir=str(out_dir), resume=str(resume),
-                      checkpoint_every=checkpoint_every, keep=keep, trace_steps=trace_steps)
+                      checkpoint_every=checkpoint_every, keep=keep, trace_steps=trace_steps,
+                      balance_every=balance_every, dead_band=dead_band, on_nan=on_nan)
     if out_dir:
         try:
             Path(out_dir).mkdir(parents=True, exist_ok=True)

@@ -27,6 +27,8 @@ class StepMetrics(Spec, frozen=True, kw_only=True):
     lr: float
     grad_norm: float
     bytes_sent: int | None = None
+    note: str = ""
+    """What is out of the ordinary: a step left out, samples that moved."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -35,12 +37,15 @@ class StepMetrics(Spec, frozen=True, kw_only=True):
     def record(self) -> dict[str, Any]:
         """A plain mapping; numbers that are not finite become null, which JSON has no other way to say."""
         values = {field: getattr(self, field) for field in self.__struct_fields__} | {"tokens_per_s": self.tokens_per_s}
+        if not self.note:
+            del values["note"]
         return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
 
     def __str__(self) -> str:
         sent = "" if self.bytes_sent is None else f"  sent {show_bytes(self.bytes_sent)}"
         return (f"step {self.step}  loss {self.loss:.4f}  {show_count(self.tokens_per_s)} tokens/s  "
-                f"{show_seconds(self.seconds)}  lr {self.lr:.3g}  norm {self.grad_norm:.3g}{sent}")
+                f"{show_seconds(self.seconds)}  lr {self.lr:.3g}  norm {self.grad_norm:.3g}{sent}"
+                f"{f'  {self.note}' if self.note else ''}")
 
 
 class Reporter:
@@ -82,7 +87,8 @@ class Reporter:
             self._file.flush()
         if self._bar:
             self._bar.update(self._bar.task_ids[0], completed=metrics.step, description=str(metrics))
-        elif metrics.step in (self._first, self._steps) or time.monotonic() - self._shown_s >= _LINE_EVERY_S:
+        elif (metrics.note or metrics.step in (self._first, self._steps)
+              or time.monotonic() - self._shown_s >= _LINE_EVERY_S):
             self._shown_s = time.monotonic()
             self.note(str(metrics).replace(f"step {metrics.step}", f"step {metrics.step}/{self._steps}", 1))
 

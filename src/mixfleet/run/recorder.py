@@ -13,12 +13,18 @@ import torch
 
 from mixfleet.trace import MemoryMark, Span
 
+_BLOCKS = ("forward", "backward", "recompute")
+"""Categories of what blocks compute."""
+
 
 class Recorder:
     """Spans by `time.perf_counter_ns` on CPU, by CUDA events on GPUs. Off, it costs next to nothing."""
 
     def __init__(self, rank: int, device: torch.device) -> None:
         self.rank, self.device, self.on = rank, device, False
+        self.timed = False
+        """Whether the time of computing is added up, for `busy_s`, without recording anything."""
+        self._busy: list[tuple[Any, Any]] = []
         self.offset_ns = 0
         """Added to all times: this host's clock against that of the first rank."""
         self._raw: list[tuple[str, str, str, Any, Any]] = []
@@ -44,14 +50,27 @@ class Recorder:
 
     @contextmanager
     def span(self, stream: str, name: str, category: str) -> Iterator[None]:
-        if not self.on:
+        if not self.on and not self.timed:
             yield
             return
         start = self._now()
         yield
         end = self._now()
-        with self._lock:
-            self._raw.append((stream, name, category, start, end))
+        if self.timed and category in _BLOCKS:
+            self._busy.append((start, end))
+        if self.on:
+            with self._lock:
+                self._raw.append((stream, name, category, start, end))
+
+    def busy_s(self) -> float:
+        """Seconds of computing since this was last asked."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            total = sum(start.elapsed_time(end) / 1e3 for start, end in self._busy)
+        else:
+            total = sum(end - start for start, end in self._busy) / 1e9
+        self._busy.clear()
+        return float(total)
 
     def ended(self, stream: str, name: str, category: str, seconds: float) -> None:
         """A span that ends now, timed by someone else on the host; on CUDA that is not when it happens."""
@@ -114,7 +133,7 @@ class Recorder:
         inner = sorted((start, end) for _, _, category, start, end in self._raw if category == "tensor")
         for stream, name, category, start, end in self._raw:
             a, b = self._ns(start), self._ns(end)
-            if category in ("forward", "backward", "recompute"):
+            if category in _BLOCKS:
                 # Collectives inside a block are spans of their own; what computes is what lies between them.
                 for lo, hi in inner[bisect_left(inner, (start, 0)):] if inner else ():
                     if lo >= end:

@@ -18,11 +18,12 @@ import torch.distributed as dist
 
 from mixfleet.cluster import Cluster
 from mixfleet.cost.kernels import fused_attention
-from mixfleet.errors import InputError
+from mixfleet.errors import InputError, RunError
 from mixfleet.job import Job
-from mixfleet.plan import Plan
+from mixfleet.plan import Plan, why_not
 from mixfleet.program.layout import Layout
 from mixfleet.program.lower import lower
+from mixfleet.run.balance import Rebalance, apart, rebalance, with_samples
 from mixfleet.run.checkpoint import Entry, Reader, State, save
 from mixfleet.run.collective import Fabric
 from mixfleet.run.interpreter import Interpreter, MicroBatch
@@ -36,6 +37,16 @@ from mixfleet.trace import Trace
 
 Tell = Callable[[Any], None]
 _TIMEOUT = timedelta(minutes=10)
+_MOST_BROKEN = 10
+"""Steps in a row that may be left out because they are not finite."""
+
+
+class NotFinite(RunError):
+    """Training broke, on `rank`."""
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
 
 
 class Rank:
@@ -64,6 +75,38 @@ class Rank:
         samples = [plan.pipelines[p].samples for p, _ in plan.replicas]
         self._from = sum(samples[:self.place.replica])
         self.step = 0
+
+    def balance(self, steps: int, band: float) -> Rebalance | None:
+        """Give samples of slow replicas to fast ones, by what they took in the last `steps`; None if all is well."""
+        times = torch.zeros(len(self.plan.ranks), dtype=torch.float64, device=self.device)
+        times[self.plan.ranks.index(self.rank)] = self.recorder.busy_s() / steps
+        by_rank = dict(zip(self.plan.ranks, self.fabric.sum(times).tolist()))
+        seconds = tuple(max(by_rank[r] for stage in p.stages for r in stage.devices) for p in self.plan.pipelines)
+        before = tuple(p.samples for p in self.plan.pipelines)
+        after = rebalance(before, seconds, band=band)
+        if after == before:
+            return None
+        plan = with_samples(self.plan, after)
+        change = Rebalance(step=self.step, seconds=seconds, before=before, after=after,
+                           why_not=why_not(plan.replace(cluster_fingerprint=""), self.job, self.cluster) or "")
+        if not change.why_not:
+            self.plan, self.pipeline = plan, plan.pipelines[self.place.pipeline]
+            self.program = lower(plan, self.job.model, self.layout)
+            self.interpreter.follow(self.program.role(self.place.pipeline, self.place.stage), self.pipeline)
+            self._from = sum(after[:self.place.replica])
+        return change
+
+    def locate(self, batches: list[MicroBatch]) -> NotFinite:
+        """Where a broken step broke, as all ranks see it."""
+        found: list[Any] = [None] * len(self.plan.ranks)
+        dist.all_gather_object(found, self.interpreter.locate(batches), group=self.fabric.world)
+        first = min(((where, rank) for where, rank in zip(found, self.plan.ranks) if where), default=None)
+        if first is None:
+            return NotFinite(f"the loss or gradient of step {self.step + 1} is not finite, though all blocks give "
+                             "finite numbers", self.plan.ranks[0])
+        (backward, mb, _, block), rank = first
+        return NotFinite(f"step {self.step + 1} is not finite from block {block} ({self.job.model.blocks[block].name}) "
+                         f"on, in {'backward' if backward else 'forward'} of micro-batch {mb} on rank {rank}", rank)
 
     def _on_comm(self, op: str, nbytes: int, seconds: float) -> None:
         self.recorder.ended("compute", op, "tensor", seconds)
@@ -177,6 +220,9 @@ def train_loop(rank: Rank, options: Options, tell: Tell, stop: Callable[[], bool
     checkpoint: Path | None = None
     trace_from = options.steps - options.trace_steps if options.trace_steps else options.steps
     stopping = False
+    balanced: list[Rebalance] = []
+    broken, timed = 0, -1
+    rank.recorder.timed = options.balance_every > 0
     if first:
         tell(rank.step)
     while rank.step < options.steps and not stopping:
@@ -184,18 +230,36 @@ def train_loop(rank: Rank, options: Options, tell: Tell, stop: Callable[[], bool
             rank.recorder.start()
         start = time.perf_counter_ns()
         lr = learning_rate(rank.job.optimizer, rank.step, rank.job.steps)
-        result = rank.interpreter.step(rank.batches(rank.step), lr, stop=stop())
+        batches, note = rank.batches(rank.step), ""
+        result = rank.interpreter.step(batches, lr, stop=stop())
         if rank.recorder.on:
             rank.interpreter.finish()
         end = time.perf_counter_ns()
+        if result.broken:
+            error = rank.locate(batches)
+            broken += 1
+            if options.on_nan == "stop" or broken == _MOST_BROKEN:
+                raise error
+            note = f"left out: {error}"
+        else:
+            broken = 0
         rank.step += 1
+        timed += 1
+        if timed == 0:  # the first step warms up, and tells nothing
+            rank.recorder.busy_s()
+        if options.balance_every and rank.step % options.balance_every == 0 and 0 < timed and not stopping:
+            change = rank.balance(timed, options.dead_band)
+            timed = 0
+            if change:
+                balanced.append(change)
+                note = str(change)
         stopping = result.stop
         losses.append(result.loss)
         if rank.recorder.on:
             bounds.append((start + rank.recorder.offset_ns, end + rank.recorder.offset_ns))
         if first:
             tell(StepMetrics(step=rank.step, loss=result.loss, tokens=result.valid, seconds=(end - start) / 1e9, lr=lr,
-                             grad_norm=result.grad_norm, bytes_sent=result.bytes_sent))
+                             grad_norm=result.grad_norm, bytes_sent=result.bytes_sent, note=note))
         last = stopping or rank.step == options.steps
         if root and (last or (options.checkpoint_every and rank.step % options.checkpoint_every == 0)):
             checkpoint = rank.save(root, options.keep)
@@ -214,7 +278,8 @@ def train_loop(rank: Rank, options: Options, tell: Tell, stop: Callable[[], bool
         trace = Trace(spans=tuple(s for found, *_ in everything for s in found),
                       memory=tuple(m for _, found, *_ in everything for m in found), meta=meta)
     return TrainResult(step=rank.step, losses=tuple(losses), stopped=stopping, trace=trace,
-                       checkpoint=str(checkpoint) if checkpoint else "", ranks=tuple(r for _, _, r, _, _ in everything))
+                       checkpoint=str(checkpoint) if checkpoint else "", ranks=tuple(r for _, _, r, _, _ in everything),
+                       balanced=tuple(balanced))
 
 
 def run(plan: Plan, job: Job, cluster: Cluster, source: Source, options: Options, process: int, tell: Tell, *,
@@ -235,7 +300,7 @@ def run(plan: Plan, job: Job, cluster: Cluster, source: Source, options: Options
     device = pick_device(cluster, plan.ranks[process])
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", init_method=init_method,
                             rank=process, world_size=len(plan.ranks), timeout=_TIMEOUT)
-    rank = Rank(plan, job, cluster, source, process)
+    rank = Rank(apart(plan) if options.balance_every else plan, job, cluster, source, process)
     rank.start(Path(options.resume) if options.resume else None)
     result = train_loop(rank, options, tell, lambda: asked[0])
     dist.barrier()
@@ -248,8 +313,8 @@ def failure(rank: int, error: BaseException) -> Failure:
     """What a rank reports about an exception."""
     text = str(error).strip() or type(error).__name__
     network = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Read error", "NCCL")
-    secondary = isinstance(error, dist.DistError) or (
+    secondary = isinstance(error, dist.DistError) or (isinstance(error, NotFinite) and error.rank != rank) or (
         isinstance(error, RuntimeError) and any(word in text for word in network))
-    shown = text if isinstance(error, InputError) else f"{type(error).__name__}: {text.splitlines()[0]}"
+    shown = text if isinstance(error, (InputError, RunError)) else f"{type(error).__name__}: {text.splitlines()[0]}"
     return Failure(rank=rank, message=shown, details="".join(traceback.format_exception(error)),
                    bad_input=isinstance(error, InputError), secondary=secondary)
