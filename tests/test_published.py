@@ -154,6 +154,16 @@ def test_without_sequence_parallelism_activations_are_larger(tmp_path):
     assert whole - plain >= use.breakdown["activations"]  # twice the layer inputs at tensor degree 2
 
 
+def test_without_sequence_parallelism_all_ranks_norm_all_tokens():
+    model = build({"layers": 2, "hidden": 256, "heads": 4, "ffn": 1024, "vocab": 1000, "style": "gpt"})
+    norms = [[op.traffic.at(2, 128, 4) for op in m.blocks[1].ops if op.kind == "norm"]
+             for m in (model, published.replicated(model))]
+    assert norms == [[2 * 2 * 128 / 4 * 256] * 2, [2 * 2 * 128 * 256] * 2]
+    products = [[op.traffic.at(2, 128, 4) for op in m.blocks[1].ops if op.kind == "gemm"]
+                for m in (model, published.replicated(model))]
+    assert products[0] == products[1]
+
+
 def test_without_overlap_a_step_takes_what_was_hidden_longer(tmp_path):
     found = case(tmp_path)
     alone = published.score(found._replace(source="anybody")).step_s

@@ -24,7 +24,8 @@ from mixfleet.cluster_file import link_between
 from mixfleet.errors import InputError
 from mixfleet.job import Job, Optimizer
 from mixfleet.model.families import build
-from mixfleet.model.spec import Model
+from mixfleet.model.parts import ROWS, SHARD
+from mixfleet.model.spec import Model, Op, T
 from mixfleet.plan import Pipeline, Plan, Sharding, Stage
 from mixfleet.sim import predict
 from mixfleet.sim.prediction import DeviceUse
@@ -419,11 +420,23 @@ class Score(NamedTuple):
 def score(case: Case) -> Score:
     """Predicts one run, with what its framework does otherwise."""
     framework = FRAMEWORKS.get(case.source, Framework())
-    found = predict(case.plan, case.job, case.cluster, sent=False, trace=not framework.overlaps)
+    job = case.job if framework.sequence_parallel else case.job.replace(model=replicated(case.job.model))
+    found = predict(case.plan, job, case.cluster, sent=False, trace=not framework.overlaps)
     step_s = found.step_s + (0.0 if framework.overlaps or not found.trace else _hidden_s(found.trace))
     peak = max(_peak_bytes(use, case, framework) for use in found.devices)
     fits = all(_peak_bytes(use, case, framework) <= use.capacity_bytes for use in found.devices)
     return Score(case, step_s, peak, found.step_s * found.hfu, found.bound.partition(" (")[0], fits)
+
+
+def replicated(model: Model) -> Model:
+    """The model as it runs without sequence parallelism: every rank of a tensor group norms and adds all tokens."""
+    def whole(op: Op) -> Op:
+        if op.kind not in ("norm", "elementwise") or op.shape["rows"] != SHARD:
+            return op
+        return op.replace(shape={**op.shape, "rows": ROWS}, traffic=op.traffic * T,
+                          backward_traffic=op.backward_traffic * T)
+
+    return model.replace(blocks=tuple(b.replace(ops=tuple(map(whole, b.ops))) for b in model.blocks))
 
 
 def _hidden_s(record: trace.Trace) -> float:

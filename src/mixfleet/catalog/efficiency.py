@@ -66,10 +66,11 @@ bandwidth counts as measured."""
 PROTOCOLS: dict[str, Protocol] = {
     "simple": Protocol(1.0, 1.0, 1.0),
     "ll128": Protocol(0.58, 1.0, 128 / 120),
-    "ll": Protocol(0.27, 0.25, 2.2),
+    "ll": Protocol(0.32, 0.25, 2.2),
 }
 """NCCL's ways to move a piece (Hu et al., 2025): whole buffers behind a fence; lines of 128 bytes of which 8 are a
-flag, on NVLink only; words of 8 bytes of which 4 are a flag. Latencies relative to those of links are NCCL's table."""
+flag, on NVLink only; words of 8 bytes of which 4 are a flag. Chosen with `COLLECTIVE_S`, `NETWORK_LATENCY`, `NVLS_RATE`
+and `OWN_PART` on measured collectives (docs/accuracy.md), from NCCL's own table of latencies."""
 NETWORK_LATENCY: dict[str, float] = {"simple": 1.0, "ll128": 0.9, "ll": 0.56}
 """The same where hops go through a network, whose own latency no protocol shortens."""
 
