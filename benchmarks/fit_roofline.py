@@ -1,10 +1,10 @@
-"""Fit the coefficients of `mixfleet.catalog.efficiency` on measured kernels and collectives.
+"""Fit the coefficients of `mixfleet.catalog.efficiency` on measured kernels.
 
     python benchmarks/fit_roofline.py DATA_DIRECTORY
 
 reads `kernels/*.parquet` of a directory of public measurements (columns as in its README) and prints, per
 generation and operator kind, the fitted fraction of the roofline and the median error on sources that were not
-fitted on; then the same for links. The table that ships is this output, rounded to two digits, and for kinds or
+fitted on. The table that ships is this output, rounded to two digits, and for kinds or
 generations without data the stated default. Needs pandas and pyarrow.
 """
 
@@ -18,9 +18,8 @@ import pandas as pd
 
 from mixfleet.catalog.devices import device_fields
 from mixfleet.catalog.efficiency import SUSTAINED
-from mixfleet.cluster import Cluster, Device, Link, Node
-from mixfleet.cost import kernels, network
-from mixfleet.units import GB
+from mixfleet.cluster import Device
+from mixfleet.cost import kernels
 
 HELD_OUT = ("vidur", "llmservingsim", "llmservingsim-v0", "llmcompass", "pipeweave", "kernelbench")
 LEFT_OUT = ("aiter", "pipeweave-dse", "deepbench")
@@ -93,56 +92,11 @@ def fit_kernels(path: Path) -> None:
         print(table.round(3).to_string(index=False))
 
 
-def group_of(gpu: str, nodes: int, per_node: int, nic: Link) -> Cluster:
-    """`nodes` nodes with the catalog's links."""
-    one = device(gpu)
-    assert one is not None
-    rate, name, latency = (one.link_Bps, "NVLink", 2e-6) if one.link_Bps else (one.pcie_Bps, "PCIe", 4e-6)
-    if one.vendor == "AMD":
-        name = "xGMI"
-    return Cluster(name="group", nodes=tuple(
-        Node(name=f"n{i}", devices=(one,) * per_node, link=Link(name=name, latency_s=latency, bandwidth_Bps=rate),
-             nic=nic) for i in range(nodes)))
-
-
-NIC_GBIT = {"RoCE 16x100G/node": 1600, "RoCE 16x200G/node": 3200, "RoCE 8x400G/node": 3200, "8x400G": 3200,
-            "Slingshot-11 4x200G": 800, "+ IB": 3200, "EFA 4x100G": 400, "+ EFA": 3200, "RDMA (see note)": 3200}
-
-
-def fit_links(path: Path) -> None:
-    rows = pd.read_parquet(path / "kernels" / "collectives.parquet")
-    for column in ("source", "gpu", "op", "interconnect", "algorithm", "library", "note"):
-        rows[column] = rows[column].astype(object)
-    rows = rows[rows.op.isin(["all_reduce", "all_gather", "reduce_scatter"]) & (rows.source != "deepbench")
-                & ~rows.algorithm.isin(["oneshot", "twoshot"])]
-    found = []
-    for key, group in rows.groupby(["source", "gpu", "nodes", "ranks", "op", "interconnect"]):
-        source, gpu, nodes, ranks, op, wires = key
-        one, nic = device(gpu), next((g for word, g in NIC_GBIT.items() if word in wires), 0)
-        if one is None or not (one.link_Bps or one.pcie_Bps) or (nodes > 1 and not nic) or ranks % nodes:
-            continue
-        adapter = Link(name="EFA" if "EFA" in wires else "nic", latency_s=7e-6, bandwidth_Bps=(nic or 100) * GB / 8)
-        cluster = group_of(gpu, nodes, ranks // nodes, adapter)
-        everyone = range(ranks)
-        big = group[group.bytes >= 2**28]
-        ideal = np.array([network.collective(op, n, everyone, cluster).alone_s for n in group.bytes])
-        rate = [network.collective(op, n, everyone, cluster).alone_s for n in big.bytes]
-        small = group[group.bytes <= 2**15]
-        found.append({"gpu": gpu, "nodes": nodes, "ranks": ranks, "op": op, "links": wires[:34], "source": source,
-                      "rows": len(group), "predicted/measured": float(np.median(rate / (big.time_us * 1e-6)))
-                      if len(big) else np.nan, "error": float(np.median(np.abs(ideal / group.time_us * 1e6 - 1))),
-                      "small_us": float(small.time_us.median()) if len(small) else np.nan,
-                      "small_predicted_us": 1e6 * network.collective(op, 8192, everyone, cluster).alone_s})
-    print("\nlinks")
-    print(pd.DataFrame(found).round(2).to_string(index=False))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path, help="directory with kernels/*.parquet")
     path = parser.parse_args().data
     fit_kernels(path)
-    fit_links(path)
 
 
 if __name__ == "__main__":
