@@ -152,6 +152,10 @@ def test_without_sequence_parallelism_activations_are_larger(tmp_path):
     whole = published._peak_bytes(use, found, published.Framework(sequence_parallel=False))
     assert plain == pytest.approx(use.peak_bytes, abs=4)
     assert whole - plain >= use.breakdown["activations"]  # twice the layer inputs at tensor degree 2
+    allocated = published._peak_bytes(use, found, published.Framework(counted="allocated"))
+    assert allocated == sum(n for what, n in use.breakdown.items() if what not in ("framework", "allocator"))
+    reserved = published._peak_bytes(use, found, published.Framework(counted="reserved"))
+    assert reserved == pytest.approx(use.peak_bytes - use.breakdown["framework"], abs=4)
 
 
 def test_without_sequence_parallelism_all_ranks_norm_all_tokens():

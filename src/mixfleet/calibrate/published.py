@@ -96,16 +96,21 @@ class Framework(NamedTuple):
     """Whether tensors between the products are sharded over the tensor group (Korthikanti et al., 2022)."""
     expandable: bool = True
     """Whether the allocator grows its segments; without, it keeps more than it needs."""
+    bucket_elements: int = 0
+    """Elements of the buffer through which gradients are reduced to the owners of optimizer state."""
+    counted: Literal["allocated", "reserved", "used"] = "used"
+    """What its memory figure is: of torch's counters, or of the driver with context and communicators."""
 
 
-MEGATRON_DEEPSPEED = Framework(overlaps=False, sequence_parallel=False, expandable=False)
+MEGATRON_DEEPSPEED = Framework(overlaps=False, sequence_parallel=False, expandable=False, bucket_elements=5 * 10**8)
 FRAMEWORKS: dict[str, Framework] = {
     "bigscience": MEGATRON_DEEPSPEED, "bsv100": MEGATRON_DEEPSPEED, "sailor": MEGATRON_DEEPSPEED,
     "vtrain": MEGATRON_DEEPSPEED, "megatron": Framework(expandable=False),
-    "simumax": Framework(overlaps=False, expandable=False),
+    "simumax": Framework(overlaps=False, expandable=False, counted="allocated"),
+    "torchtitan": Framework(counted="reserved"),
 }
-"""As the sources state: the Megatron-DeepSpeed of 2021 and 2022 had neither overlap nor sequence parallelism, simumax
-switched overlap off. Others are taken to be like the runtime."""
+"""As the sources state: the Megatron-DeepSpeed of 2021 and 2022 had neither overlap nor sequence parallelism, and
+DeepSpeed's default bucket; simumax switched overlap off. Others are taken to be like the runtime."""
 UNEXPANDED = 1.10
 """Reserved over allocated bytes without expandable segments (31.7 over 28.8 GB, Megatron-LM issue 525)."""
 
@@ -424,7 +429,8 @@ def score(case: Case) -> Score:
     found = predict(case.plan, job, case.cluster, sent=False, trace=not framework.overlaps)
     step_s = found.step_s + (0.0 if framework.overlaps or not found.trace else _hidden_s(found.trace))
     peak = max(_peak_bytes(use, case, framework) for use in found.devices)
-    fits = all(_peak_bytes(use, case, framework) <= use.capacity_bytes for use in found.devices)
+    used = framework._replace(counted="used")
+    fits = all(_peak_bytes(use, case, used) <= use.capacity_bytes for use in found.devices)
     return Score(case, step_s, peak, found.step_s * found.hfu, found.bound.partition(" (")[0], fits)
 
 
@@ -462,8 +468,13 @@ def _peak_bytes(use: DeviceUse, case: Case, framework: Framework) -> int:
         layer = (10 * tensor + 24 + scores) / (34 + scores)
         kept = tensor if stage.recompute == "full" else layer
         allocated += round(held.get("activations", 0) * (kept - 1) + held.get("recomputed", 0) * (layer - 1))
+    if case.plan.sharding.optimizer > 1:
+        elements = min(framework.bucket_elements, held.get("weights", 0) // case.job.bytes.weight_bytes)
+        allocated += elements * case.job.bytes.compute_bytes
+    if framework.counted == "allocated":
+        return allocated
     factor = 1 + allocator / max(1, sum(held.values())) if framework.expandable else UNEXPANDED
-    return round(allocated * factor) + framework_bytes
+    return round(allocated * factor) + (framework_bytes if framework.counted == "used" else 0)
 
 
 def scores(cases: list[Case], skipped: Skipped) -> Iterator[Score]:
