@@ -290,9 +290,9 @@ class TestReal:
         work = job(figures=WIDE, optimizer=Optimizer(lr=1e-4, weight_decay=0.1))  # larger: rounding grows
         with Bed.up(wanted) as bed:
             legs = train_elastically(
-                bed, bed.realised(wanted), work, tmp_path, steps=120, checkpoint_every=3,
+                bed, bed.realised(wanted), work, tmp_path, steps=300, checkpoint_every=3,
                 plan_for=lambda _, left: BOTH if len(left.nodes) == 2 else ALONE,
-                schedule=Schedule(faults=(Fault(do="restart", node="n1", at_step=7, seconds=12),)))
+                schedule=Schedule(faults=(Fault(do="restart", node="n1", at_step=7, until_step=20),)))
         assert "n1" in legs[0].failure
         assert legs[0].noticed_s < 10
         assert legs[0].nodes == ("n0", "n1")

@@ -29,8 +29,9 @@ class Fault(Spec, frozen=True, kw_only=True):
 
     `kill` ends the processes of a rank, `freeze` stops them, `slow` gives the rank `share` of a core, `fill` lets
     its disk be full (no file can grow any more), `cut` takes a node off the network, `degrade` gives its link `rate`,
-    `restart` ends all that runs on a node and keeps it off the network. After `seconds` (0: never) a frozen rank goes
-    on, a slow one is fast again, a link is back, a restarted node is up.
+    `restart` ends all that runs on a node and keeps it off the network. After `seconds`, or when training has done
+    `until_step` steps (both 0: never), a frozen rank goes on, a slow one is fast again, a link is back, a restarted
+    node is up.
     """
 
     do: str
@@ -41,6 +42,7 @@ class Fault(Spec, frozen=True, kw_only=True):
     share: float = 0.0
     rate: str = ""
     seconds: float = 0.0
+    until_step: int = 0
 
     def __post_init__(self) -> None:
         if self.do not in ACTIONS:
@@ -134,16 +136,19 @@ def play(bed: Testbed, schedule: Schedule, *, step: Callable[[], int] = lambda: 
     start = time.monotonic()
     waiting = list(schedule.faults)
     undoing: list[tuple[float, Fault]] = []
+    """With the time at which the fault was made."""
     while (waiting or undoing) and not over():
         now = time.monotonic() - start
         for fault in [f for f in waiting if now >= f.at and step() >= f.at_step]:
             waiting.remove(fault)
             strike(bed, fault)
-            if fault.seconds:
-                undoing.append((time.monotonic() - start + fault.seconds, fault))
-        for entry in [e for e in undoing if now >= e[0]]:
-            undoing.remove(entry)
-            undo(bed, entry[1])
+            if fault.seconds or fault.until_step:
+                undoing.append((now, fault))
+        for entry in list(undoing):
+            since, fault = entry
+            if 0 < fault.seconds <= now - since or 0 < fault.until_step <= step():
+                undoing.remove(entry)
+                undo(bed, fault)
         time.sleep(_TICK_S)
 
 
