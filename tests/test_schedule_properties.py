@@ -34,12 +34,12 @@ def test_figures_of_four_stages_and_eight_micro_batches(name, over, held, messag
     assert found.splits == SCHEDULES[name].splits
 
 
-def test_more_waves_mean_smaller_bubbles():
-    """As published, and below 1F1B's; with as many micro-batches as stages."""
-    for p in (4, 8):
-        bubbles = [properties("1f1b", p, p).bubble] + [properties("wave", p, p, 2 * w).bubble for w in (1, 2, 4)]
-        assert bubbles == sorted(bubbles, reverse=True)
-        assert len(set(bubbles)) == 4
+@pytest.mark.parametrize(("p", "expected"), [(4, [0.429, 0.333, 0.213, 0.119]), (8, [0.467, 0.368, 0.238, 0.135])])
+def test_more_waves_mean_smaller_bubbles(p, expected):
+    """1F1B and then 1, 2 and 4 waves, with as many micro-batches as stages. Hanayo's formula as it is recalled,
+    (2p - 2) / (3pW + p - 1), is within 0.02 of it for several waves, and 0.07 too high for one."""
+    bubbles = [properties("1f1b", p, p).bubble] + [properties("wave", p, p, 2 * w).bubble for w in (1, 2, 4)]
+    assert [round(b, 3) for b in bubbles] == expected
 
 
 def test_the_command_lists_all_and_says_what_does_not_suit(capsys, tmp_path: Path):

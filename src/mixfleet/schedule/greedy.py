@@ -61,13 +61,15 @@ class Rule(NamedTuple):
     `limit` is the most micro-batches of chunks that may be in flight on each device (from forward to the end of
     backward, W included). Ready backwards come first, then forwards; `deep` prefers chunks further down the chain,
     for `turns` backwards that are ready give way to a forward after each other. W fills gaps; with `room` it
-    comes first where the limit keeps a forward waiting.
+    comes first where the limit keeps a forward waiting. `old` takes the oldest micro-batch among forwards and among
+    backwards, whatever its chunk.
     """
 
     limit: tuple[int, ...]
     deep: bool = True
     turns: bool = False
     room: bool = True
+    old: bool = False
 
 
 def makespan(work: Work, orders: Orders) -> float:
@@ -137,7 +139,7 @@ def greedy(work: Work, rule: Rule) -> Orders | None:
         if rule.room and pending[d] and flying[d] >= rule.limit[d] and next_f[mine[d][0]] < work.micro_batches:
             return pending[d][0], now
         back: Step | None = None
-        for k in sorted(mine[d], reverse=True):
+        for k in sorted(mine[d], key=lambda k: (next_b[k] if rule.old else 0, -k)):
             if next_b[k] < work.micro_batches:
                 ready = _ready(work, (work.back, k, next_b[k]), done)
                 if ready is not None and ready <= now:
@@ -146,7 +148,7 @@ def greedy(work: Work, rule: Rule) -> Orders | None:
                 later = min(later, ready if ready is not None else later)
         if back and not (rule.turns and orders[d] and orders[d][-1][0] != F):
             return back, now
-        for k in sorted(mine[d], reverse=rule.deep):
+        for k in sorted(mine[d], key=lambda k: (next_f[k] if rule.old else 0, -k if rule.deep else k)):
             # A micro-batch that is on the device already may always go on, or chunks would block each other.
             begun = k != mine[d][0]
             if next_f[k] < work.micro_batches and (begun or flying[d] < rule.limit[d]):

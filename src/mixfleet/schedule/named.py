@@ -93,7 +93,8 @@ def _listed(home: Homes, micro_batches: int, limit: int, split: bool) -> Orders:
     ones = (1.0,) * len(home)
     work = Work(home, micro_batches, ones, ones if split else (2.0,) * len(home), ones if split else ())
     while True:
-        found = [orders for rule in product((True, False), (False, True), (True, False) if split else (False,))
+        found = [orders for rule in product((True, False), (False, True), (True, False) if split else (False,),
+                                            (False, True))
                  if (orders := greedy(work, Rule((limit,) * work.devices, *rule)))]
         if found:
             return min(found, key=lambda orders: makespan(work, orders))

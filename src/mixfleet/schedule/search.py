@@ -90,7 +90,8 @@ def _listed(work: Work, limit: tuple[int, ...]) -> list[Orders]:
     found = []
     lean = tuple(min(most, work.devices * sum(h == d for h in work.home)) for d, most in enumerate(limit))
     for most in dict.fromkeys((limit, lean)):
-        for rule in product((True, False), (False, True), (True, False) if work.weight else (False,)):
+        old = (False, True) if len(set(work.home)) < len(work.home) else (False,)
+        for rule in product((True, False), (False, True), (True, False) if work.weight else (False,), old):
             orders = greedy(work, Rule(most, *rule))
             if orders and all(in_flight(order) <= m for order, m in zip(orders, limit)):
                 found.append(orders)
