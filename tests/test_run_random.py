@@ -1,0 +1,81 @@
+"""Law 1 for random combinations of settings: whatever the plan, training equals one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from mixfleet.job import Optimizer
+from mixfleet.plan import Pipeline, Plan, Sharding, Stage, why_not
+from run_pool import CLUSTER, Case, Pool, job
+from test_run_equality import check_equality
+
+_OPTIMIZERS = (Optimizer(lr=3e-2, weight_decay=0.1), Optimizer(name="sgd", lr=0.3, momentum=0.9))
+_RECOMPUTE = ("none", "selective", "full")
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    pool = Pool()
+    yield pool
+    pool.close()
+
+
+@st.composite
+def _pipelines(draw: st.DrawFn) -> tuple[Pipeline, ...]:
+    """On four ranks at most: tensor degrees 1, 2 and 4, one or two stages, one or several replicas."""
+    found: list[Pipeline] = []
+    rank = 0
+    while rank < 4 and (not found or draw(st.booleans())):
+        stages = draw(st.sampled_from([1, 1, 2]))
+        degrees = [draw(st.sampled_from([1, 1, 2, 4])) for _ in range(stages)]
+        replicas = draw(st.sampled_from([1, 2, 3, 4]))
+        if rank + sum(degrees) * replicas > 4:
+            continue
+        cuts = (0, draw(st.integers(1, 4)), 5) if stages == 2 else (0, 5)
+        made = []
+        for s, t in enumerate(degrees):
+            made.append(Stage(blocks=(cuts[s], cuts[s + 1]), devices=tuple(range(rank, rank + t * replicas)), tensor=t,
+                              recompute=draw(st.sampled_from(_RECOMPUTE))))
+            rank += t * replicas
+        samples = draw(st.integers(1, 4))
+        found.append(Pipeline(stages=tuple(made), replicas=replicas, samples=samples,
+                              micro_batch=draw(st.integers(1, samples))))
+    return tuple(found)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    pipelines = draw(_pipelines())
+    n = sum(p.replicas for p in pipelines)
+    w, g, o = sorted(draw(st.integers(1, n)) for _ in range(3))
+    shares = draw(st.just(()) | st.tuples(*[st.integers(0, 5)] * n))
+    plan = Plan(pipelines=pipelines, schedule=draw(st.sampled_from(["gpipe", "1f1b", "zb-h1"])),
+                accumulation=draw(st.sampled_from(["plain", "layered"])),
+                sharding=Sharding(weights=w, gradients=g, optimizer=o, shares=shares, prefetch=draw(st.integers(0, 2)),
+                                  hierarchical=draw(st.sampled_from([0, 0, 2]))))
+    work = job(plan.global_batch, clip_norm=draw(st.sampled_from([0.0, 0.3])), optimizer=draw(st.sampled_from(
+        _OPTIMIZERS)), figures={"tied": draw(st.booleans()), "bias": draw(st.booleans())})
+    assume(why_not(plan, work, CLUSTER) is None)
+    return Case(plan, work, steps=3, masked=draw(st.booleans()))
+
+
+_quiet = {"deadline": None, "derandomize": True, "database": None,
+          "suppress_health_check": [HealthCheck.filter_too_much, HealthCheck.too_slow,
+                                    HealthCheck.function_scoped_fixture]}
+
+
+@settings(max_examples=12, **_quiet)
+@given(case=cases())
+def test_random_plans_equal_one_process(pool: Pool, case: Case) -> None:
+    check_equality(case, pool)
+
+
+@pytest.mark.slow
+@settings(max_examples=150, **_quiet)
+@given(case=cases())
+def test_many_random_plans_equal_one_process(pool: Pool, case: Case) -> None:
+    check_equality(case, pool)
