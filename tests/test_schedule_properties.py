@@ -89,3 +89,13 @@ def test_too_little_memory_says_how_many_micro_batches_fit():
     assert not short.fits
     # Stage 0 of two holds 2 micro-batches under 1F1B.
     assert "at most 2 of the 6 micro-batches now in flight here, as under 1f1b" in short.reasons[0]
+
+
+def test_the_documentation_is_current(tmp_path: Path, capsys):
+    """`mixfleet schedules --svg docs/schedules` draws the pictures again; the table is copied from what it prints."""
+    docs = Path(__file__).parent.parent / "docs"
+    assert main(["schedules", "--json", "--svg", str(tmp_path)]) == 0
+    page = (docs / "schedules.md").read_text(encoding="utf-8")
+    for p in json.loads(capsys.readouterr().out)["schedules"]:
+        assert f"| {p['name']} | {100 * p['bubble']:.1f} % | {', '.join(f'{n:g}' for n in p['in_flight'])} |" in page
+        assert (docs / "schedules" / f"{p['name']}.svg").read_text() == (tmp_path / f"{p['name']}.svg").read_text()
