@@ -98,6 +98,8 @@ class Framework(NamedTuple):
     """Whether the allocator grows its segments; without, it keeps more than it needs."""
     bucket_elements: int = 0
     """Elements of the buffer through which gradients are reduced to the owners of optimizer state."""
+    copies_weights: bool = True
+    """Whether 16-bit weights are kept beside the fp32 ones; FSDP casts its shards as it gathers them."""
     counted: Literal["allocated", "reserved", "used"] = "used"
     """What its memory figure is: of torch's counters, or of the driver with context and communicators."""
 
@@ -107,7 +109,8 @@ FRAMEWORKS: dict[str, Framework] = {
     "bigscience": MEGATRON_DEEPSPEED, "bsv100": MEGATRON_DEEPSPEED, "sailor": MEGATRON_DEEPSPEED,
     "vtrain": MEGATRON_DEEPSPEED, "megatron": Framework(expandable=False),
     "simumax": Framework(overlaps=False, expandable=False, counted="allocated"),
-    "torchtitan": Framework(counted="reserved"),
+    "llmfoundry": Framework(copies_weights=False),
+    "torchtitan": Framework(copies_weights=False, counted="reserved"),
 }
 """As the sources state: the Megatron-DeepSpeed of 2021 and 2022 had neither overlap nor sequence parallelism, and
 DeepSpeed's default bucket; simumax switched overlap off. Others are taken to be like the runtime."""
@@ -468,6 +471,8 @@ def _peak_bytes(use: DeviceUse, case: Case, framework: Framework) -> int:
         layer = (10 * tensor + 24 + scores) / (34 + scores)
         kept = tensor if stage.recompute == "full" else layer
         allocated += round(held.get("activations", 0) * (kept - 1) + held.get("recomputed", 0) * (layer - 1))
+    if not framework.copies_weights and case.job.bytes.master_bytes:
+        allocated -= held.get("weights", 0)
     if case.plan.sharding.optimizer > 1:
         elements = min(framework.bucket_elements, held.get("weights", 0) // case.job.bytes.weight_bytes)
         allocated += elements * case.job.bytes.compute_bytes
