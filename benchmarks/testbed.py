@@ -68,7 +68,7 @@ def shapes() -> dict[str, Cluster]:
         "one slow": Cluster(name="one slow", nodes=_nodes(
             200, [_device(0.55)], [_device(0.55)], [_device(0.55)], [_device(0.15)])),
         "small memory": Cluster(name="small memory", nodes=_nodes(
-            200, [mid], [mid], [mid], [_device(0.45, 48 * MiB)])),
+            200, [mid], [mid], [mid], [_device(0.45, 72 * MiB)])),
         "slow link": Cluster(name="slow link", nodes=_nodes(80, [mid, mid], [mid, mid])),
         "two regions": Cluster(name="two regions", nodes=_nodes(400, [mid], [mid], [mid], [mid], zones="aabb"),
                                zone_uplink=Link(name="wan", latency_s=1e-3, bandwidth_Bps=60 * MB / 8)),
@@ -101,15 +101,17 @@ def _pipe(ranks: Sequence[int], sizes: Sequence[int], samples: int, micro: int) 
 
 
 def plans(work: Job, cluster: Cluster) -> dict[str, Plan]:
-    """The same ways of splitting on every cluster; four devices."""
+    """The same ways of splitting on every cluster of four devices; where two come to the same, only the first."""
     n, blocks, batch = len(cluster.devices), len(work.model.blocks), work.global_batch
     shares = [d.share for d in cluster.devices]
     even, fair = [batch // n] * n, _split(batch, shares)
     front = [3, 2, 2, blocks - 7]
-    return {
+    found = {
         "even data parallel": _data(even, even, blocks),
         "uneven data parallel": _data(fair, fair, blocks),
         "ZeRO-3": _data(even, even, blocks, n),
+        "ZeRO-3, micro-batch 2": _data(even, [2] * n, blocks, n),
+        "groups of 2, micro-batch 2": _data(even, [2] * n, blocks, 2),
         "groups of 2": _data(even, even, blocks, 2),
         "uneven groups of 2": _data(fair, fair, blocks, 2),
         "pipeline, even": Plan(pipelines=(_pipe(range(n), front, batch, 4),)),
@@ -119,6 +121,7 @@ def plans(work: Job, cluster: Cluster) -> dict[str, Plan]:
         "2 pipelines, far apart": Plan(pipelines=(
             _pipe((0, 2), _split(blocks, shares[::2]), 12, 3), _pipe((1, 3), _split(blocks, shares[1::2]), 12, 3))),
     }
+    return {label: plan for i, (label, plan) in enumerate(found.items()) if plan not in list(found.values())[:i]}
 
 
 # --- the processes -------------------------------------------------------------------------------------------------
@@ -294,33 +297,60 @@ def measure(name: str, cluster: Cluster, *, quick: bool, say: Callable[[str], No
         if chosen:
             contenders["chosen by mixfleet"] = chosen
         ideal_s = work.global_batch / result.upper_samples_per_s
-        pool = Pool(bed)
-        with tempfile.TemporaryDirectory(prefix="mixfleet-") as folder:
-            for number, (label, plan) in enumerate(contenders.items()):
+        with _Contest(bed) as contest:
+            for label, plan in contenders.items():
                 reason = why_not(plan, work, real)
                 prediction = None if reason else predict(plan, work, real, sent=True)
-                if prediction is None or not prediction.fits:
-                    rows.append(Row(name, label, None, None, None, None, None,
-                                    reason or f"does not fit: {prediction.reasons[0]}" if prediction else str(reason)))
+                if prediction and not prediction.fits:
+                    reason = f"does not fit: {prediction.reasons[0]}"
+                if reason or not prediction:
+                    rows.append(_empty(name, label, str(reason)))
                     continue
                 steps = _steps(prediction.step_s, quick)
-                outcomes, wire = pool.run(Order(label, work, real, steps, f"file://{folder}/{number}", plan))
-                rows.append(_row(name, label, plan, real, prediction, outcomes, wire, steps, ideal_s))
+                found = contest.run(Order(label, work, real, steps, "", plan))
+                rows.append(_empty(name, label, found) if isinstance(found, str) else
+                            _row(name, label, plan, real, prediction, *found, steps, ideal_s))
                 say(_line(rows[-1]))
-            size = len(real.ranks_of_node[0])
-            if cluster.name == "small memory":
-                rows.append(Row(name, "torch DDP, FSDP2 hybrid", None, None, None, None, None, "do not fit"))
-            for label, per_node in (("torch DDP", 0), ("torch FSDP2 full", 0), ("torch FSDP2 hybrid", max(size, 2))):
+            guess = max((r.measured_s for r in rows if r.measured_s), default=1.0)
+            size = max(len(real.ranks_of_node[0]), 2)
+            for label, per_node in (("torch DDP", 0), ("torch FSDP2 full", 0), ("torch FSDP2 hybrid", size)):
                 if cluster.name == "small memory" and label != "torch FSDP2 full":
+                    rows.append(_empty(name, label, "does not fit: as even data parallel, or groups of 2"))
                     continue
-                guess = next((r.measured_s for r in rows if r.measured_s), 1.0)
-                steps = _steps(guess, quick)
-                outcomes, _ = pool.run(Order(label, work, real, steps, f"file://{folder}/{label[-6:]}", None, per_node))
-                seconds = max(o.step_s for o in outcomes if o)
-                rows.append(Row(name, label, None, seconds, None, None, None))
+                found = contest.run(Order(label, work, real, _steps(guess, quick), "", None, per_node))
+                rows.append(_empty(name, label, found) if isinstance(found, str) else
+                            Row(name, label, None, max(o.step_s for o in found[0] if o), None, None, None))
                 say(_line(rows[-1]))
-        pool.close()
     return rows
+
+
+class _Contest:
+    """Contenders one after the other; after one that fails, the processes are made anew."""
+
+    def __init__(self, bed: Any) -> None:
+        self.bed, self.pool, self.count = bed, Pool(bed), 0
+        self.folder = tempfile.TemporaryDirectory(prefix="mixfleet-")
+
+    def run(self, order: Order) -> tuple[list[Outcome | None], dict[str, int]] | str:
+        self.count += 1
+        try:
+            return self.pool.run(order._replace(rendezvous=f"file://{self.folder.name}/{self.count}"))
+        except (RuntimeError, EOFError, OSError) as error:
+            for pid in self.bed.processes():
+                os.kill(pid, 9)
+            self.pool = Pool(self.bed)
+            return f"failed: {error}"
+
+    def __enter__(self) -> _Contest:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.pool.close()
+        self.folder.cleanup()
+
+
+def _empty(cluster: str, name: str, note: str) -> Row:
+    return Row(cluster, name, None, None, None, None, None, note.splitlines()[0][:200])
 
 
 def _steps(seconds: float, quick: bool) -> int:
@@ -354,10 +384,14 @@ def _row(cluster: str, name: str, plan: Plan, real: Cluster, prediction: Any, ou
                sum(wire.values()) / total if total else None, max(ideal_s, link_s))
 
 
+TIE = 0.02
+"""Plans whose predictions are this close are not said to be in an order."""
+
+
 def kendall(pairs: Sequence[tuple[float, float]]) -> float:
-    """Rank correlation (tau-a): pairs of plans in the same order, less those in the other, over all."""
-    found = [math.copysign(1, (a - c) * (b - d)) if (a - c) * (b - d) else 0.0
-             for (a, b), (c, d) in combinations(pairs, 2)]
+    """Rank correlation (tau): pairs of plans in the same order, less those in the other, over all; without ties."""
+    found = [math.copysign(1, (a - c) * (b - d)) for (a, b), (c, d) in combinations(pairs, 2)
+             if abs(a / c - 1) > TIE]
     return sum(found) / len(found) if found else 1.0
 
 
@@ -411,7 +445,8 @@ def table(rows: Sequence[Row], busy: float) -> str:
     tail = quantiles(found, n=10, method="inclusive")[-1] if len(found) > 1 else found[0]
     lines = [f"{len(found)} pairs of plan and cluster; step time off by {median(found):.1%} (median), {tail:.1%} (90th "
              f"percentile); bytes {'exact' if all(r.bytes_exact is not False for r in rows) else 'NOT exact'}. "
-             f"Other work on the machine while measuring: {busy:.0%} of its cores.", "",
+             f"Other work on the machine while measuring: {busy:.0%} of its cores. Rank correlation is Kendall's, over "
+             f"the pairs of plans whose predictions differ by more than {TIE:.0%}.", "",
              "| cluster | rank correlation | chosen behind best | peers over chosen | chosen reaches of its bound |",
              "| --- | --- | --- | --- | --- |"]
     lines += [f"| {s.cluster} | {s.tau:.2f} | {s.behind_best:.1%} | {s.over_peers:.2f} | {s.of_bound:.2f} |"
@@ -462,9 +497,10 @@ def _busy(seconds: float = 1.0) -> float:
         numbers = [int(n) for n in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
         return sum(numbers), numbers[3] + numbers[4]
 
-    (total, idle), _ = look(), time.sleep(seconds)
-    total2, idle2 = look()
-    return 1 - (idle2 - idle) / max(1, total2 - total)
+    before = look()
+    time.sleep(seconds)
+    total, idle = (b - a for a, b in zip(before, look()))
+    return 1 - idle / max(1, total)
 
 
 def run(*, quick: bool, only: Sequence[str] = (), say: Callable[[str], None] = lambda line: None
