@@ -33,7 +33,7 @@ from mixfleet.model.families import build
 from mixfleet.plan import Pipeline, Plan, Sharding, Stage, why_not
 from mixfleet.units import MB, GiB, MiB, show_seconds
 
-WINDOW_S, STEPS = 2.0, (3, 12)
+WINDOW_S, STEPS = 2.0, (2, 12)
 """A plan runs for this long, but so many steps."""
 READY_S = 300
 INNER = Link(name="loopback", latency_s=60e-6, bandwidth_Bps=1e9)
@@ -354,8 +354,7 @@ def _empty(cluster: str, name: str, note: str) -> Row:
 
 
 def _steps(seconds: float, quick: bool) -> int:
-    return max(2, min(STEPS[0], math.ceil(1 / seconds))) if quick else max(STEPS[0], min(STEPS[1], math.ceil(
-        WINDOW_S / seconds)))
+    return max(STEPS[0], min(STEPS[1], math.ceil((WINDOW_S / 2 if quick else WINDOW_S) / seconds)))
 
 
 def _row(cluster: str, name: str, plan: Plan, real: Cluster, prediction: Any, outcomes: Sequence[Outcome | None],

@@ -80,7 +80,8 @@ def train_elastically(bed: Testbed, cluster: Cluster, job: Job, out: Path, *, st
             lost = set(bed.unplugged())
             part, ranks = without(cluster, lost)
             plan = (plan_for or best_plan)(job, part)
-            say(f"step {done}: on {', '.join(n.name for n in part.nodes)}")
+            used = dict.fromkeys(part.nodes[part.node_of[r]].name for r in plan.ranks)
+            say(f"step {done}: {len(plan.ranks)} of {len(ranks)} devices, on {', '.join(used)}")
             start = last = time.monotonic()
 
             failure, noticed_s = "", 0.0
