@@ -17,7 +17,7 @@ from benchmarks import Figure
 
 ROUNDS, STEPS, MICRO_BATCHES = 5, 2, 8
 RATIO_LIMIT, ERROR_LIMIT = 1.05, 0.05
-UNIT_S = 0.004
+UNIT_S = 0.008
 STAGES = (1, 2, 3, 2)
 """Units that the stages take forward; each half of a backward takes as long."""
 NAMES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B"}
@@ -127,7 +127,7 @@ def _turns(steps: dict[str, Callable[[], None]], barrier: Callable[[], Any]) -> 
 def _wait(seconds: float) -> None:
     """Sleep, and spin for the last bit: sleeping alone takes up to a tenth of a millisecond too long."""
     end = time.perf_counter() + seconds
-    time.sleep(max(0.0, seconds - 0.0005))
+    time.sleep(max(0.0, seconds - 0.0002))
     while time.perf_counter() < end:
         pass
 
@@ -161,7 +161,8 @@ def _sleepers(units: list[float]) -> list[Any]:
             weight = self.linear.weight
             if not self.hooked and self.seconds:
                 weight.seconds, self.hooked = self.seconds, True  # type: ignore[assignment]
-                weight.register_hook(lambda grad: _wait(self.seconds))
+                # Without a gradient it is the input half of a backward: the weight half waits in `slowly`.
+                weight.register_hook(lambda grad: None if grad is None else _wait(self.seconds))
             return nn.functional.linear(Busy.apply(x, self.seconds), weight)
 
     if not hasattr(halves, "_plain"):
