@@ -223,3 +223,17 @@ def test_a_spoiled_file_is_a_cluster_or_one_line_of_error(tmp_path, edits):
     except InputError as error:
         problem = str(error)
     assert not problem or (problem.startswith(str(path)) and "\n" not in problem)
+
+
+def test_adapters_survive_the_cluster_file(tmp_path):
+    text = tmp_path / "c.yaml"
+    text.write_text("mixfleet: cluster/1\nnodes:\n  - {name: a, instance: p4d.24xlarge, count: 2}\n"
+                    "  - {name: b, devices: {device: A100-SXM4-40GB, count: 4}, nic: 400 Gb/s, nics: 2}\n")
+    found = Cluster.load(text)
+    assert [n.nics for n in found.nodes] == [4, 4, 2]
+    found.save(tmp_path / "d.yaml")
+    assert Cluster.load(tmp_path / "d.yaml").nodes == found.nodes
+    assert found.nodes[0].adapter(7, "out") == ("a-0:nic3:out", 12.5e9, "nic")
+    text.write_text(text.read_text().replace("nics: 2", "nics: 0"))
+    with pytest.raises(InputError, match="nics is 0"):
+        Cluster.load(text)
