@@ -14,7 +14,8 @@ from mixfleet.errors import RunError
 from mixfleet.report import chrome
 from mixfleet.trace import Span, Trace
 
-COMMANDS = ("calibrate", "compare", "discover", "fit", "plan", "predict", "schedules", "show", "testbed", "train", "validate")
+COMMANDS = ("calibrate", "compare", "discover", "fit", "plan", "predict", "schedules", "show", "testbed",
+            "train", "validate")
 
 
 @pytest.fixture

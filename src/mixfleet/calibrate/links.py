@@ -35,7 +35,7 @@ def latency_s(rounds: list[list[float]]) -> float:
 
 def _typical_s(rounds: list[list[float]]) -> float:
     slowest = [max(one) for one in zip(*rounds)]
-    return quantiles(slowest, n=4)[0]
+    return float(quantiles(slowest, n=4)[0])
 
 
 def _digits(value: float) -> float:

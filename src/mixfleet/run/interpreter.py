@@ -125,8 +125,9 @@ class Interpreter:
         self._routes = {a.peer: self._route(a.peer) for a in role.actions if a.peer >= 0}
         self._do: dict[str, Callable[[Action], None]] = {
             F: self._forward, B: self._backward, I: self._backward, W: self._weights, SEND_ACT: self._send,
-            RECV_ACT: self._receive, SEND_GRAD: self._send, RECV_GRAD: self._receive, GATHER: self._move, RELEASE: self._release, REDUCE: self._move,
-            SYNC: self._move, NORM: self._norm, STEP: self._step, PUBLISH: self._move}
+            RECV_ACT: self._receive, SEND_GRAD: self._send, RECV_GRAD: self._receive, GATHER: self._move,
+            RELEASE: self._release, REDUCE: self._move, SYNC: self._move, NORM: self._norm, STEP: self._step,
+            PUBLISH: self._move}
         self._values: dict[tuple[str, int, int], Tensor | _Arrival] = {}
         """Activations `x` and gradients `g` at block boundaries, by (kind, block, micro-batch)."""
         self._saved: dict[tuple[int, int], tuple[Tensor, Tensor | None, list[int]]] = {}

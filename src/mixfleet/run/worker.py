@@ -247,7 +247,7 @@ def train_loop(rank: Rank, options: Options, tell: Tell, stop: Callable[[], bool
         timed += 1
         if timed == 0:  # the first step warms up, and tells nothing
             rank.recorder.busy_s()
-        if options.balance_every and rank.step % options.balance_every == 0 and 0 < timed and not stopping:
+        if options.balance_every and rank.step % options.balance_every == 0 and timed > 0 and not stopping:
             change = rank.balance(timed, options.dead_band)
             timed = 0
             if change:
