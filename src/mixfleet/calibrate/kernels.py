@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 _WINDOW_S = 0.25
+_CHAIN_WINDOW_S = 1.0
+_MOST_ALIKE = 4
 _TOO_SLOW_S = 4.0
 _OPTIMIZER_ELEMENTS = 2**20
 _ROOFLINE_KINDS = ("gemm", "attention", "norm", "softmax", "loss", "elementwise", "embedding")
@@ -85,12 +87,12 @@ def profile_job(job: Job, cluster: Cluster, *, micro_batches: Sequence[int] = ()
                 enter: Callable[[int], None] | None = None, environment: Mapping[str, str] | None = None) -> Cluster:
     """`cluster`, which must be this one machine, with what the job's blocks really take on each of its devices.
 
-    All devices work at the same time, as in training. Every kind of block is measured for a few micro-batches,
-    without tensor parallelism; for shapes that were not measured, the efficiencies are scaled to agree. The
-    optimizer and the link between the processes (unless `links` is off) are measured too. With `enter` (and
-    `environment`, see `run_pinned`) the processes of several nodes are taken where they belong; links between nodes
-    are those of the cluster then. Raises InputError for a job that cannot be trained here and MeasurementError if a
-    process dies.
+    All devices work at the same time, and blocks run as in training: forwards one after another, then backwards, with
+    activations held between. Every kind is measured for a few micro-batches, without tensor parallelism; for shapes
+    that were not measured, the efficiencies are scaled to agree. The optimizer and the link between the processes
+    (unless `links` is off) are measured too. With `enter` (and `environment`, see `run_pinned`) the processes of
+    several nodes are taken where they belong; links between nodes are those of the cluster then. Raises InputError for
+    a job that cannot be trained here and MeasurementError if a process dies.
     """
     if len(cluster.nodes) > 1 and not enter:
         raise InputError(f"cluster {cluster.name} has {len(cluster.nodes)} nodes; only this machine can be measured")
@@ -119,17 +121,14 @@ def _without_cores(device: Device) -> Device:
 
 def _measured(device: Device, runs: list[dict[str, Any]], job: Job) -> Device:
     """The device with the mean of what was measured on it and on those like it."""
-    def seconds(cpu: float, wall: float) -> float:
-        return cpu / device.share if device.kind == "cpu" and len(device.cores) == 1 else wall
-
     times = []
     for i, first in enumerate(runs[0]["blocks"]):
         rows = [run["blocks"][i] for run in runs]
         times.append(BlockTime(
             block=first["block"], micro_batch=first["micro_batch"], seq_len=job.seq_len, precision=job.precision,
-            forward_s=_digits(fmean(seconds(*r["forward"]) for r in rows)),
-            backward_s=_digits(fmean(seconds(*r["backward"]) for r in rows))))
-    step_s = fmean(seconds(*run["optimizer"]) for run in runs)
+            forward_s=_digits(fmean(r["forward"] for r in rows)),
+            backward_s=_digits(fmean(r["backward"] for r in rows))))
+    step_s = fmean(run["optimizer"] for run in runs)
     plain = device.replace(block_times=(), efficiency={**device.efficiency, "optimizer": 1.0}, launch_s=0.0)
     part = optimizer_s(_OPTIMIZER_ELEMENTS, plain, job) / step_s
     roofline = measured = 0.0
@@ -148,8 +147,7 @@ def _digits(value: float) -> float:
 
 def job_times(job_path: str, micro_batches: list[int], kinds: list[str], fused: list[bool], links: bool = True
               ) -> dict[str, Any]:
-    """(CPU, wall) seconds of forward and backward per block kind and micro-batch, and of an optimizer step; `exchange`.
-    """
+    """Seconds of forward and backward per block kind and micro-batch, and of an optimizer step; `exchange`."""
     import torch
     import torch.distributed as dist
 
@@ -158,50 +156,55 @@ def job_times(job_path: str, micro_batches: list[int], kinds: list[str], fused: 
     job, rank = Job.load(job_path), dist.get_rank()
     device = torch.device("cuda", kinds[:rank].count("gpu")) if kinds[rank] == "gpu" else torch.device("cpu")
     dtype = {"fp64": torch.float64, "fp16": torch.float16, "bf16": torch.bfloat16}.get(job.precision, torch.float32)
-    first_of: dict[str, int] = {}
+    of_kind: dict[str, list[int]] = defaultdict(list)
     for i, block in enumerate(job.model.blocks):
-        first_of.setdefault(block.kind, i)
+        if len(of_kind[block.kind]) < _MOST_ALIKE:
+            of_kind[block.kind].append(i)
+    chain = sorted(i for indices in of_kind.values() for i in indices)
+    attention = "fused" if fused[rank] else "eager"
+    modules = [build_blocks(job.model, [i], device=device, dtype=dtype, attention=attention)[0] for i in chain]
     rows = []
-    for kind, index in first_of.items():
-        (module,) = build_blocks(job.model, [index], device=device, dtype=dtype,
-                                 attention="fused" if fused[rank] else "eager")
-        for size in micro_batches:
-            forward, backward = _block_times(job, index, module, size, device, dtype)
-            rows.append({"block": kind, "micro_batch": size, "forward": forward, "backward": backward})
-            if _slowest(forward[1] + backward[1]) > _TOO_SLOW_S:
-                break
-    return {"blocks": rows, "optimizer": _optimizer_times(job, device),
+    for size in micro_batches:
+        times = dict(zip(chain, _chain_times(job, chain, modules, size, device, dtype)))
+        rows += [{"block": kind, "micro_batch": size, "forward": fmean(times[i][0] for i in indices),
+                  "backward": fmean(times[i][1] for i in indices)} for kind, indices in of_kind.items()]
+        if _slowest(sum(f + b for f, b in times.values())) > _TOO_SLOW_S:
+            break
+    return {"blocks": rows, "optimizer": _optimizer_s(job, device),
             "exchange": exchange() if links and len(kinds) > 1 else []}
 
 
-Times = tuple[float, float]
-
-
-def _block_times(job: Job, index: int, module: nn.Module, size: int, device: Any, dtype: Any) -> tuple[Times, Times]:
+def _chain_times(job: Job, chain: list[int], modules: list[nn.Module], size: int, device: Any, dtype: Any
+                 ) -> list[tuple[float, float]]:
+    """Seconds of forward and backward of each block of a chain, run as a training step runs it."""
     import torch
 
-    shape = (size, job.seq_len)
-    tokens = torch.randint(0, job.model.vocab, shape, device=device)
-    inputs: list[Tensor] = [tokens]
-    if index:
-        x = torch.randn(*shape, job.model.hidden, device=device, dtype=dtype).requires_grad_()
-        inputs = [x, tokens] if index == len(job.model.blocks) - 1 else [x]
-    gradient = torch.ones_like(module(*inputs))
+    tokens = torch.randint(0, job.model.vocab, (size, job.seq_len), device=device)
+    x = torch.randn(size, job.seq_len, job.model.hidden, device=device, dtype=dtype)
+    leaves: list[Tensor] = []
     outputs: list[Tensor] = []
+    gradients: list[Tensor] = []
 
-    def forward() -> None:
-        outputs.append(module(*inputs))
+    def forward(index: int, module: nn.Module) -> None:
+        leaf = tokens if index == 0 else (outputs[-1] if outputs else x).detach().requires_grad_()
+        leaves.append(leaf)
+        outputs.append(module(leaf, tokens) if index == len(job.model.blocks) - 1 else module(leaf))
 
     def backward() -> None:
-        torch.autograd.backward(outputs.pop(), gradient)
-        if inputs[0].is_floating_point():
-            inputs[0].grad = None
+        out, leaf = outputs.pop(), leaves.pop()
+        torch.autograd.backward(out, gradients.pop() if gradients else torch.ones_like(out))
+        if leaf.grad is not None:
+            gradients.append(leaf.grad)
 
-    forward_times, backward_times = _alternating([forward, backward], device)
-    return forward_times, backward_times
+    def end() -> None:
+        gradients.clear()
+
+    steps = [partial(forward, i, m) for i, m in zip(chain, modules)]
+    times = _alternating([*steps, *[backward] * len(chain), end], device, _CHAIN_WINDOW_S)
+    return list(zip(times[:len(chain)], reversed(times[len(chain):-1])))
 
 
-def _optimizer_times(job: Job, device: Any) -> Times:
+def _optimizer_s(job: Job, device: Any) -> float:
     import torch
 
     from mixfleet.run.optim import FlatOptimizer, Run
@@ -211,26 +214,25 @@ def _optimizer_times(job: Job, device: Any) -> Times:
     return _alternating([partial(optimizer.step, [value], [gradient], 1.0, job.optimizer.lr)], device)[0]
 
 
-def _alternating(parts: Sequence[Callable[[], Any]], device: Any) -> list[Times]:
-    """Mean (CPU, wall) seconds of each part, run in turn for as long as the window lasts on every rank at once."""
+def _alternating(parts: Sequence[Callable[[], Any]], device: Any, window_s: float = _WINDOW_S) -> list[float]:
+    """Mean seconds of each part, run in turn for as long as the window lasts on every rank at once."""
     import torch
     import torch.distributed as dist
 
     for part in parts:
         part()
-    totals = [[0.0, 0.0] for _ in parts]
+    totals = [0.0] * len(parts)
     dist.barrier()
-    rounds, end = 0, perf_counter() + _WINDOW_S
+    rounds, end = 0, perf_counter() + window_s
     while perf_counter() < end or rounds < 2:
-        for part, total in zip(parts, totals):
-            cpu, wall = process_time(), perf_counter()
+        for i, part in enumerate(parts):
+            start = perf_counter()
             part()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            total[0] += process_time() - cpu
-            total[1] += perf_counter() - wall
+            totals[i] += perf_counter() - start
         rounds += 1
-    return [(cpu / rounds, wall / rounds) for cpu, wall in totals]
+    return [total / rounds for total in totals]
 
 
 def _slowest(seconds: float) -> float:

@@ -91,6 +91,9 @@ def _main(path: str) -> None:
     import torch
     import torch.distributed as dist
 
+    from mixfleet.run.host import keep_memory
+
+    keep_memory()
     torch.set_num_threads(len(order["cores"]) or 1)
     dist.init_process_group("gloo", init_method=f"file://{order['store']}", rank=order["rank"],
                             world_size=order["world"])

@@ -11,7 +11,7 @@ once per cluster and only scaled afterwards. See `docs/cost-model.md`.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from math import ceil, log2
@@ -27,6 +27,7 @@ from mixfleet.catalog.efficiency import (
     SEND_S,
     STAGED,
     STAGED_BPS,
+    TURN_S,
 )
 from mixfleet.cluster import Cluster, Port
 from mixfleet.errors import unknown
@@ -68,7 +69,7 @@ def send(nbytes: float, a: int, b: int, cluster: Cluster) -> Transfer:
         return NOTHING
     load = _Load(cluster)
     latency_s = load.hop(a, b, nbytes)
-    return load.transfer(latency_s + SEND_S[cluster.devices[a].kind])
+    return load.transfer(latency_s + SEND_S[cluster.devices[a].kind] + _turn_s((b,), cluster))
 
 
 def exchange(messages: Mapping[tuple[int, int], float], cluster: Cluster) -> Transfer:
@@ -78,7 +79,8 @@ def exchange(messages: Mapping[tuple[int, int], float], cluster: Cluster) -> Tra
     if not load.bytes:
         return NOTHING
     kinds = {cluster.devices[rank].kind for pair in messages for rank in pair}
-    return load.transfer(latency_s + COLLECTIVE_S["cpu" if kinds == {"cpu"} else "gpu"])
+    ranks = {rank for pair in messages for rank in pair}
+    return load.transfer(latency_s + COLLECTIVE_S["cpu" if kinds == {"cpu"} else "gpu"] + _turn_s(ranks, cluster))
 
 
 def collective(op: CollectiveOp, nbytes: float, ranks: Sequence[int], cluster: Cluster,
@@ -104,6 +106,11 @@ def collective(op: CollectiveOp, nbytes: float, ranks: Sequence[int], cluster: C
     return min(ways, key=lambda way: _alone_s(way, nbytes)).scaled(nbytes)
 
 
+def _turn_s(ranks: Iterable[int], cluster: Cluster) -> float:
+    """How long the slowest of these waits for its turn on a core that it shares."""
+    return TURN_S * (1 / min(cluster.devices[rank].share for rank in ranks) - 1)
+
+
 def _alone_s(shape: Transfer, nbytes: float) -> float:
     return shape.latency_s + nbytes * (shape.alone_s - shape.latency_s)
 
@@ -115,7 +122,8 @@ def _analyse(op: str, group: tuple[int, ...], cluster: Cluster) -> dict[str, lis
     if op == "all_to_all" or is_cpu:
         shape = _direct(op, group, cluster)
         if is_cpu:
-            return {"direct": [Transfer(shape.calls * COLLECTIVE_S["cpu"] + shape.hops_s, shape.demands)]}
+            call_s = COLLECTIVE_S["cpu"] + _turn_s(group, cluster)
+            return {"direct": [Transfer(shape.calls * call_s + shape.hops_s, shape.demands)]}
         return {"direct": [shape.by(protocol, far=len(nodes) > 1) for protocol in ("simple", "ll")]}
     shapes = {"ring": _ring(op, group, cluster)}
     if op in ("all_reduce", "broadcast"):

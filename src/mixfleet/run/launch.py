@@ -21,6 +21,7 @@ from mixfleet.errors import InputError, RunError
 from mixfleet.job import Job
 from mixfleet.plan import Plan, why_not
 from mixfleet.run.balance import Rebalance
+from mixfleet.run.host import keep_memory
 from mixfleet.run.metrics import StepMetrics
 from mixfleet.spec import Spec
 from mixfleet.trace import Trace
@@ -186,6 +187,7 @@ def _under_torchrun(plan: Plan, job: Job, cluster: Cluster, source: Source | Non
                          + "; ".join(c for _, c in torchrun_commands(plan, cluster, ["PLAN"])))
     from mixfleet.run import worker
 
+    keep_memory()
     try:
         return worker.run(plan, job, cluster, _source(source, job, base), options, process, listener)
     except InputError:
@@ -209,6 +211,7 @@ def _child(plan: Plan, job: Job, cluster: Cluster, source: Source | None, base: 
     if all(cluster.node_of[r] == cluster.node_of[plan.ranks[0]] for r in plan.ranks) and sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("OMP_NUM_THREADS", str(len(cores) or 1))
+    keep_memory()
     from mixfleet.run import worker
 
     threading.Thread(target=pipe.pulse, daemon=True).start()
