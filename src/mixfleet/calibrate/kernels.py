@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean
 from time import perf_counter, process_time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from mixfleet.calibrate.links import exchange, loopback_of
 from mixfleet.calibrate.pinned import Cores, run_pinned
@@ -161,7 +161,7 @@ def job_times(job_path: str, micro_batches: list[int], kinds: list[str], fused: 
         if len(of_kind[block.kind]) < _MOST_ALIKE:
             of_kind[block.kind].append(i)
     chain = sorted(i for indices in of_kind.values() for i in indices)
-    attention = "fused" if fused[rank] else "eager"
+    attention: Literal["fused", "eager"] = "fused" if fused[rank] else "eager"
     modules = [build_blocks(job.model, [i], device=device, dtype=dtype, attention=attention)[0] for i in chain]
     rows = []
     for size in micro_batches:

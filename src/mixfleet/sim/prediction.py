@@ -292,6 +292,9 @@ def _reasons(devices: tuple[DeviceUse, ...], plan: Plan, job: Job, cluster: Clus
                + _advice(worst, plan, job, cluster.devices[worst.rank]))
 
 
+_QUICK_STEPS = 128
+
+
 def _lighter(use: DeviceUse, plan: Plan, device: Device) -> list[str]:
     """How many micro-batches in flight would fit, and which schedules hold no more on any device that lacks memory."""
     pipeline = plan.pipelines[use.pipeline]
@@ -304,7 +307,10 @@ def _lighter(use: DeviceUse, plan: Plan, device: Device) -> list[str]:
     what = "micro-batches" if len(home) == len(pipeline.stages) else "micro-batches times chunks"
     if fit < 1:
         return []
-    lighter = [name for name, schedule in SCHEDULES.items() if schedule.why_not(home, count) is None
+    # Orders that are found by list scheduling take a while for many steps; a hint is not worth it.
+    few = len(home) * count <= _QUICK_STEPS
+    lighter = [name for name, schedule in SCHEDULES.items()
+               if (few or not (schedule.splits or schedule.even_rounds)) and schedule.why_not(home, count) is None
                and in_flight(schedule.orders(home, count)[use.stage]) <= fit]
     return [f"at most {fit} of the {held} {what} now in flight here, as under {' or '.join(lighter)}" if lighter else
             f"an order with at most {fit} of the {held} {what} now in flight here"]
