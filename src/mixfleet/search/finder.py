@@ -34,7 +34,7 @@ Entry = tuple[float, int, int, Plan]
 
 EXPANDED = 300
 """Shapes whose plans are worked out."""
-SIMULATED, EXACT_SIMULATED = 24, 4000
+SIMULATED, EXACT_SIMULATED = 16, 4000
 """Simulations of templates, and of a space that is enumerated in full."""
 RELATIVES = 2
 """Simulations of plans that differ only in sharding, placement and sizes, before those of other plans."""
