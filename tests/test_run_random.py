@@ -75,7 +75,8 @@ def test_random_plans_equal_one_process(pool: Pool, case: Case) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=150, **_quiet)
+@pytest.mark.timeout(1500)
+@settings(max_examples=50, **_quiet)
 @given(case=cases())
 def test_many_random_plans_equal_one_process(pool: Pool, case: Case) -> None:
     check_equality(case, pool)
