@@ -35,7 +35,7 @@ test: $(VENV)/.dev
 	$(BIN)/pytest -n 2 -m "not slow and not root"
 
 test-slow: $(VENV)/.dev
-	$(BIN)/pytest -m "slow or root" --deselect "tests/test_testbed.py::TestReal::test_names_what_failed[cut-]"
+	$(BIN)/pytest -m "slow or root"
 
 test-all: test test-slow
 

@@ -20,6 +20,7 @@ from mixfleet.job import Data, Job
 from mixfleet.run import TrainError, TrainResult, torchrun_commands, train
 from mixfleet.run.checkpoint import Reader, latest
 from mixfleet.run.metrics import StepMetrics
+from mixfleet.run.source import DecoderSource
 from run_pool import CLUSTER, Case, job, pipe, plan, reference
 
 torch.set_num_threads(1)
@@ -78,6 +79,23 @@ def test_a_killed_rank_ends_the_run_with_one_message(tmp_path: Path) -> None:
     assert saved is not None
     assert message.endswith(f"The last checkpoint is {saved}.")
     assert Reader(saved).state.step >= 4
+
+
+class _Stuck(DecoderSource):
+    """Rank 2 never gets the data of its third step."""
+
+    def batch(self, step: int, lo: int, hi: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if step == 2 and lo >= 4:
+            time.sleep(1000)
+        return super().batch(step, lo, hi)
+
+
+def test_a_rank_that_waits_too_long_says_in_which_action(tmp_path: Path) -> None:
+    with pytest.raises(TrainError) as caught:
+        train(PAIR, _long(), CLUSTER, source=_Stuck(_long()), out_dir=tmp_path, patience_s=8)
+    message = str(caught.value)
+    assert message.startswith("rank 0 (cpu on node here): has been at N for 8 s (under way: Y")
+    assert " with rank 2), after step 2; the other ranks were stopped." in message
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

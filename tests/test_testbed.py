@@ -325,6 +325,6 @@ class TestReal:
 
         with injected(pair, Schedule(faults=(fault,))) as struck, pytest.raises((RunError, InputError)) as error:
             train(BOTH, job(figures=WIDE), pair.realised(cluster(.9, .45)), steps=10_000, out_dir=tmp_path,
-                  checkpoint_every=5, enter=pair.enter, silent_s=6, on_step=on_step)
+                  checkpoint_every=5, enter=pair.enter, patience_s=6, on_step=on_step)
         assert says in str(explained(pair, RunError(str(error.value))))
         assert time.monotonic() - told[-1] < 10

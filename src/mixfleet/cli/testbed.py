@@ -45,9 +45,7 @@ def up(cluster: Path, emulate: bool, dry_run: bool, output: Path | None, as_json
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True)
 @emulate_option
 @click.option("--faults", type=EXISTING, help="Schedule of faults while it runs (docs/testbed.md).")
-@click.option("--silent", type=click.FloatRange(0), default=8.0, show_default=True,
-              help="Seconds after which a rank that says nothing counts as lost.")
-def run(cluster: Path, command: tuple[str, ...], emulate: bool, faults: Path | None, silent: float) -> None:
+def run(cluster: Path, command: tuple[str, ...], emulate: bool, faults: Path | None) -> None:
     """Run `mixfleet train` on the testbed of CLUSTER: `testbed run CLUSTER -- train plan.yaml --out run`.
 
     The testbed is made first and removed in any case. Another program is started once per rank, with torchrun's
@@ -64,13 +62,14 @@ def run(cluster: Path, command: tuple[str, ...], emulate: bool, faults: Path | N
         if command[0] != "train":
             raise SystemExit(_everywhere(bed, command))
         try:
-            _train(bed, wanted, [*command[1:]], Path(folder, cluster.name), silent, on_step)
+            _train(bed, wanted, [*command[1:]], Path(folder, cluster.name), on_step)
         except RunError as error:
             raise trouble.explained(bed, error) from error
 
 
-def _train(bed: Testbed, wanted: Cluster, arguments: list[str], file: Path, silent: float, on_step: Any) -> None:
+def _train(bed: Testbed, wanted: Cluster, arguments: list[str], file: Path, on_step: Any) -> None:
     from mixfleet.cli.train import Seats, train
+    from mixfleet.testbed.elastic import PATIENCE_S
 
     if "--cluster" not in arguments:
         bed.realised(wanted).save(file)
@@ -80,7 +79,8 @@ def _train(bed: Testbed, wanted: Cluster, arguments: list[str], file: Path, sile
             throttle()  # loading programs, and the first step, are not what is slow on a slow device
             on_step(step)
 
-        train.main(arguments, prog_name="mixfleet train", standalone_mode=False, obj=Seats(bed.enter, silent, heard))
+        seats = Seats(bed.enter, PATIENCE_S, heard)
+        train.main(arguments, prog_name="mixfleet train", standalone_mode=False, obj=seats)
 
 
 def _everywhere(bed: Testbed, command: tuple[str, ...]) -> int:
@@ -104,22 +104,23 @@ def _everywhere(bed: Testbed, command: tuple[str, ...]) -> int:
 @click.option("--steps", type=click.IntRange(1), help="Step at which to end, instead of the job's.")
 @click.option("--checkpoint-every", type=click.IntRange(1), default=5, show_default=True, help="Steps between them.")
 @click.option("--faults", type=EXISTING, help="Schedule of faults while it trains.")
-@click.option("--silent", type=click.FloatRange(0), default=8.0, show_default=True,
-              help="Seconds after which a rank that says nothing counts as lost.")
+@click.option("--patience", type=click.FloatRange(0, min_open=True),
+              help="Seconds, beyond a step, without a sign of life or in one action, after which a rank is lost [8].")
 @json_option
 def train(cluster: Path, job: Path, emulate: bool, out: Path, steps: int | None, checkpoint_every: int,
-          faults: Path | None, silent: float, as_json: bool) -> None:
+          faults: Path | None, patience: float | None, as_json: bool) -> None:
     """Plan and train JOB on the testbed of CLUSTER; after a loss, go on with what is left, until it is back."""
     from mixfleet.job import Job
     from mixfleet.testbed import faults as trouble
-    from mixfleet.testbed.elastic import train_elastically
+    from mixfleet.testbed.elastic import PATIENCE_S, train_elastically
 
     loaded, schedule = Job.load(job), trouble.Schedule.load(faults) if faults else None
     bed, wanted = _make(cluster, emulate)
     assert bed is not None
     with bed:
         legs = train_elastically(bed, bed.realised(wanted), loaded, out, steps=steps or loaded.steps, base=job.parent,
-                                 checkpoint_every=checkpoint_every, schedule=schedule, silent_s=silent, say=progress)
+                                 checkpoint_every=checkpoint_every, schedule=schedule, say=progress,
+                                 patience_s=patience or PATIENCE_S)
     if as_json:
         emit_json(legs)
         return

@@ -35,10 +35,10 @@ METRICS = "metrics.jsonl"
 
 
 class Seats(NamedTuple):
-    """Where a testbed's ranks run, after how many silent seconds one counts as lost, and who hears of steps."""
+    """Where a testbed's ranks run, how long beyond a step one may be silent, and who hears of steps."""
 
     enter: Enter
-    silent_s: float
+    patience_s: float
     on_step: Callable[[int], None]
 
 
@@ -56,13 +56,17 @@ class Seats(NamedTuple):
               help="Steps between looks at who is slow, to give its samples to others; 0: never.")
 @click.option("--on-nan", type=click.Choice(["stop", "skip"]), default="stop", show_default=True,
               help="What a step that is not finite does.")
+@click.option("--patience", type=click.FloatRange(0, min_open=True),
+              help="Seconds without a sign of life, or in one action, after which a rank counts as failed; by default "
+                   "600, and on a testbed 8 more than a step should take.")
 @click.option("--local", is_flag=True, help="Start all ranks on this machine, though the plan uses several.")
 @click.option("--commands", is_flag=True, help="Print the command to start on each machine, and stop.")
 @json_option
 @click.pass_obj
 def train(seats: Seats | None, plan: Path, job: Path | None, cluster: Path | None, steps: int | None,
           out: Path | None, resume: Path | None, checkpoint_every: int, trace: bool, trace_steps: int,
-          balance_every: int, on_nan: OnNan, local: bool, commands: bool, as_json: bool) -> None:
+          balance_every: int, on_nan: OnNan, patience: float | None, local: bool, commands: bool,
+          as_json: bool) -> None:
     """Train by PLAN: starts local processes, or runs as one of the processes of torchrun."""
     from mixfleet.report import chrome, results
     from mixfleet.run import train as run
@@ -81,6 +85,7 @@ def train(seats: Seats | None, plan: Path, job: Path | None, cluster: Path | Non
     if first and not prediction.fits:
         progress(f"warning: predicted not to fit: {prediction.reasons[0]}")
     last = loaded.job.steps if steps is None else steps
+    patience = patience or (seats.patience_s + prediction.step_s if seats else 600.0)
     seconds: list[float] = []
     with ExitStack() as stack:
         reporters: list[Reporter] = []
@@ -97,7 +102,7 @@ def train(seats: Seats | None, plan: Path, job: Path | None, cluster: Path | Non
         result = run(loaded.plan, loaded.job, loaded.cluster, steps=last, out_dir=out or "", resume=resume or "",
                      checkpoint_every=checkpoint_every, trace_steps=trace_steps if trace else 0,
                      base=loaded.job_path.parent, on_step=on_step, balance_every=balance_every, on_nan=on_nan,
-                     enter=seats.enter if seats else None, silent_s=seats.silent_s if seats else 0.0)
+                     enter=seats.enter if seats else None, patience_s=patience)
     if result is None:
         return
     if out and result.trace and prediction.trace:

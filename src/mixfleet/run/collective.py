@@ -151,6 +151,8 @@ class _Thread:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
         self._recorder = recorder
         self.name = name
+        self.now = ""
+        """The transfer under way."""
 
     def run(self, steps: Steps, name: str, category: str, *, post: bool) -> Running:
         """Start a transfer; with `post`, its first messages go out at once, past what the thread still waits for."""
@@ -158,8 +160,10 @@ class _Thread:
         return _Joined(self._pool.submit(self._drive, steps, first, name, category))
 
     def _drive(self, steps: Steps, first: Sequence[Task], name: str, category: str) -> None:
+        self.now = name
         with torch.no_grad(), self._recorder.span(self.name, name, category):
             _drive(steps, first)
+        self.now = ""
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -256,6 +260,10 @@ class Fabric:
             self._streams[stream] = (_CudaStream(stream, self.recorder, self.device) if self.device.type == "cuda"
                                      else _Thread(stream, self.recorder))
         return self._streams[stream].run(steps, name, category, post=post)
+
+    def under_way(self) -> list[str]:
+        """The transfers that streams are at; on CUDA the host does not know."""
+        return [s.now for s in self._streams.values() if isinstance(s, _Thread) and s.now]
 
     def count(self, kind: str, dst: int, nbytes: int) -> None:
         with self._lock:

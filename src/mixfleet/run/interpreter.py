@@ -8,6 +8,7 @@ can go block by block as well.
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -140,6 +141,8 @@ class Interpreter:
         self._loss = torch.zeros((), dtype=torch.float64, device=self.device)
         self._lr, self._factor, self._stop = 0.0, 0.0, False
         self._result: StepResult | None = None
+        self.now: tuple[object, float] | None = None
+        """What this rank is at, and since when by `time.monotonic`; None between steps."""
         self._broken: list[tuple[int, int, int, int]] | None = None
         """Where numbers were not finite, while one looks for that."""
 
@@ -193,10 +196,12 @@ class Interpreter:
             if unit.reduced:
                 unit.acc.data.zero_()
         for action in self.role.actions:
+            self.now = action, time.monotonic()
             self._do[action.op](action)
         for work in self._sending:
             work.wait()
         self._sending.clear()
+        self.now = None
         assert self._result is not None
         return self._result
 
@@ -217,6 +222,16 @@ class Interpreter:
         if self._broken is not None and tensor is not None and not bool(tensor.isfinite().all()):
             way = len(self.layout.model.blocks) - 1 - block if backward else block
             self._broken.append((int(backward), mb, way, block))
+
+    def under_way(self) -> str:
+        """The movements of state that this rank is in the middle of, and with whom; "" if none (or on CUDA)."""
+        moves = {str(a): a for a in self.role.actions if a.op in _TAGS}
+        found = []
+        for name in self.fabric.under_way():
+            comms = self.layout.comms(moves[name].op, moves[name].lo, self.rank) if name in moves else ()
+            ranks = sorted({r for comm in comms for r in comm.ranks} - {self.rank})
+            found.append(f"{name} with rank {', '.join(map(str, ranks))}" if ranks else name)
+        return ", ".join(found)
 
     def finish(self) -> None:
         """Wait for everything under way, so that the state can be read."""

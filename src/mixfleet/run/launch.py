@@ -58,6 +58,8 @@ class Options(Spec, frozen=True, kw_only=True):
     dead_band: float = 0.1
     """Part of its samples by which some replica must be off before anything changes."""
     on_nan: OnNan = "stop"
+    patience_s: float = 600.0
+    """Seconds without a sign of life, or in one action, after which a rank counts as failed."""
 
 
 class RankReport(Spec, frozen=True, kw_only=True):
@@ -107,15 +109,15 @@ class TrainError(RunError):
 def train(plan: Plan, job: Job, cluster: Cluster, *, steps: int | None = None, out_dir: Path | str = "",
           resume: Path | str = "", checkpoint_every: int = 0, keep: int = 2, trace_steps: int = 0,
           base: Path | str = "", source: Source | None = None, on_step: Callable[[StepMetrics], None] | None = None,
-          enter: Enter | None = None, silent_s: float = 0.0, balance_every: int = 0, dead_band: float = 0.1,
+          enter: Enter | None = None, patience_s: float = 600.0, balance_every: int = 0, dead_band: float = 0.1,
           on_nan: OnNan = "stop") -> TrainResult | None:
     """Train by a plan: with local processes, one per device of the plan, or as one process under `torchrun`.
 
     `steps` is the step to end at, by default the job's. `base` is the directory of a relative `data.path`. `on_step`
     is called after every step, in the calling process (under torchrun, on the first rank). SIGINT and SIGTERM end
     the run after the step under way, with a checkpoint if there is an `out_dir`. `enter` is called first in every
-    local rank's process, with its rank, to take it where it belongs. A local rank that gives no sign of life for
-    `silent_s` seconds counts as failed; 0 waits for ever. `balance_every`, `dead_band` and `on_nan`: see `Options`.
+    local rank's process, with its rank, to take it where it belongs. `patience_s`, `balance_every`, `dead_band` and
+    `on_nan`: see `Options`.
     Returns None on all ranks of torchrun but the first. Raises InputError, and TrainError if a rank fails or dies.
     """
     reason = why_not(plan, job, cluster)
@@ -123,7 +125,8 @@ def train(plan: Plan, job: Job, cluster: Cluster, *, steps: int | None = None, o
         raise InputError(reason)
     options = Options(steps=job.steps if steps is None else steps, out_dir=str(out_dir), resume=str(resume),
                       checkpoint_every=checkpoint_every, keep=keep, trace_steps=trace_steps,
-                      balance_every=balance_every, dead_band=dead_band, on_nan=on_nan)
+                      balance_every=balance_every, dead_band=dead_band, on_nan=on_nan,
+                      patience_s=patience_s)
     if out_dir:
         try:
             Path(out_dir).mkdir(parents=True, exist_ok=True)
@@ -132,7 +135,7 @@ def train(plan: Plan, job: Job, cluster: Cluster, *, steps: int | None = None, o
     listener = _Listener(options, on_step)
     if enter is None and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return _under_torchrun(plan, job, cluster, source, Path(base), options, listener)
-    return _Local(plan, job, cluster, source, Path(base), options, listener, enter, silent_s).run()
+    return _Local(plan, job, cluster, source, Path(base), options, listener, enter).run()
 
 
 class _Listener:
@@ -188,8 +191,13 @@ def _under_torchrun(plan: Plan, job: Job, cluster: Cluster, source: Source | Non
     from mixfleet.run import worker
 
     keep_memory()
+
+    def give_up(message: str) -> None:
+        print(f"error: {_device_name(cluster, plan.ranks[process])}: {message}", file=sys.stderr, flush=True)
+        os._exit(1)
+
     try:
-        return worker.run(plan, job, cluster, _source(source, job, base), options, process, listener)
+        return worker.run(plan, job, cluster, _source(source, job, base), options, process, listener, give_up)
     except InputError:
         raise
     except Exception as error:
@@ -215,8 +223,13 @@ def _child(plan: Plan, job: Job, cluster: Cluster, source: Source | None, base: 
     from mixfleet.run import worker
 
     threading.Thread(target=pipe.pulse, daemon=True).start()
+
+    def give_up(message: str) -> None:
+        pipe.send(Failure(rank=plan.ranks[process], message=message, details="", bad_input=False, secondary=True))
+        os._exit(1)
+
     try:
-        pipe.send(worker.run(plan, job, cluster, _source(source, job, base), options, process, pipe.send,
+        pipe.send(worker.run(plan, job, cluster, _source(source, job, base), options, process, pipe.send, give_up,
                              init_method=init_method, local=True))
     except BaseException as error:
         pipe.send(worker.failure(plan.ranks[process], error))
@@ -249,10 +262,10 @@ class _Local:
     """Local ranks and their parent, which watches them: the first failure ends the run, with one message."""
 
     def __init__(self, plan: Plan, job: Job, cluster: Cluster, source: Source | None, base: Path, options: Options,
-                 listener: _Listener, enter: Enter | None, silent_s: float) -> None:
+                 listener: _Listener, enter: Enter | None) -> None:
         self.plan, self.cluster, self.options, self._listener = plan, cluster, options, listener
         self._arguments = plan, job, cluster, source, base, options
-        self._enter, self._silent_s = enter, silent_s
+        self._enter = enter
         self._heard: dict[int, float] = {}
         self._processes: list[Any] = []
         self._pipes: dict[Any, int] = {}
@@ -311,9 +324,7 @@ class _Local:
         sentinels = {child.sentinel: i for i, child in enumerate(self._processes)}
         deadline: float | None = None
         while sentinels or self._pipes:
-            timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if timeout is None and self._silent_s:
-                timeout = _PULSE_S
+            timeout = _PULSE_S if deadline is None else max(0.0, deadline - time.monotonic())
             ready = multiprocessing.connection.wait([*sentinels, *self._pipes], timeout)
             if not ready and deadline is not None:
                 return
@@ -332,12 +343,12 @@ class _Local:
 
     def _miss(self, running: set[int]) -> None:
         """A rank that was heard once and is silent for too long has failed."""
-        now = time.monotonic()
-        for process in running if self._silent_s else ():
-            if now - self._heard.get(process, now) > self._silent_s:
+        now, patience_s = time.monotonic(), self.options.patience_s
+        for process in running:
+            if now - self._heard.get(process, now) > patience_s:
                 del self._heard[process]
                 self._failures.append(Failure(rank=self.plan.ranks[process], details="", bad_input=False,
-                                              secondary=False, message=f"has not answered for {self._silent_s:g} s"))
+                                              secondary=False, message=f"has not answered for {patience_s:g} s"))
 
     def _hear(self, pipe: Any) -> None:
         try:

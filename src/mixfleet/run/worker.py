@@ -33,6 +33,7 @@ from mixfleet.run.optim import learning_rate
 from mixfleet.run.recorder import Recorder
 from mixfleet.run.source import Source
 from mixfleet.run.tensor import TensorGroup
+from mixfleet.run.watch import Watch
 from mixfleet.trace import Trace
 
 Tell = Callable[[Any], None]
@@ -152,6 +153,7 @@ class Rank:
 
     def save(self, root: Path, keep: int) -> Path:
         """Write a checkpoint, all ranks together."""
+        self.interpreter.now = f"the checkpoint of step {self.step}", time.monotonic()
         self.interpreter.finish()
         steps = next(iter(self.interpreter.units.values())).optimizer.steps
         state = State(step=self.step, position=self.source.position(self.step), seed=self.job.seed,
@@ -161,6 +163,7 @@ class Rank:
         pieces = (piece for unit in self.interpreter.units.values() for piece in unit.pieces())
         path = save(root, self.job.model, state, self.rank, pieces, self._gather_entries, keep=keep)
         dist.barrier(self.fabric.world)
+        self.interpreter.now = None
         return path
 
     def _gather_entries(self, entries: list[Entry]) -> list[list[Entry]] | None:
@@ -282,9 +285,13 @@ def train_loop(rank: Rank, options: Options, tell: Tell, stop: Callable[[], bool
                        balanced=tuple(balanced))
 
 
-def run(plan: Plan, job: Job, cluster: Cluster, source: Source, options: Options, process: int, tell: Tell, *,
+def run(plan: Plan, job: Job, cluster: Cluster, source: Source, options: Options, process: int, tell: Tell,
+        give_up: Callable[[str], None], *,
         init_method: str = "env://", local: bool = False) -> TrainResult | None:
-    """Be process `process` of a run, from start to end. With `local`, the parent process looks after interrupts."""
+    """Be process `process` of a run, from start to end. With `local`, the parent process looks after interrupts.
+
+    `give_up` is told, from another thread, in what this rank has waited longer than `options.patience_s`.
+    """
     asked = [False]
 
     def ask(signum: int, frame: Any) -> None:
@@ -302,8 +309,10 @@ def run(plan: Plan, job: Job, cluster: Cluster, source: Source, options: Options
                             rank=process, world_size=len(plan.ranks), timeout=_TIMEOUT)
     rank = Rank(apart(plan) if options.balance_every else plan, job, cluster, source, process)
     rank.start(Path(options.resume) if options.resume else None)
+    watch = Watch(rank.interpreter, options.patience_s, give_up)
     result = train_loop(rank, options, tell, lambda: asked[0])
     dist.barrier()
+    watch.close()
     rank.close()
     dist.destroy_process_group()
     return result

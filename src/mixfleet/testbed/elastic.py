@@ -23,12 +23,15 @@ from mixfleet.plan import Plan
 from mixfleet.run.launch import train
 from mixfleet.run.metrics import StepMetrics
 from mixfleet.search import find
+from mixfleet.sim import predict
 from mixfleet.spec import Spec
 from mixfleet.testbed.bed import Testbed
 from mixfleet.testbed.faults import Schedule, explained, injected
 
 FAILURES = 5
 """Legs that may fail without a step done before the run is given up."""
+PATIENCE_S = 8.0
+"""Beyond a step: without a sign of life or in one action, after that long a rank is lost."""
 _LOOK_S = 0.2
 
 
@@ -63,7 +66,7 @@ def without(cluster: Cluster, lost: set[str]) -> tuple[Cluster, tuple[int, ...]]
 
 
 def train_elastically(bed: Testbed, cluster: Cluster, job: Job, out: Path, *, steps: int, checkpoint_every: int,
-                      schedule: Schedule | None = None, silent_s: float = 8.0, base: Path | str = "",
+                      schedule: Schedule | None = None, patience_s: float = PATIENCE_S, base: Path | str = "",
                       plan_for: Callable[[Job, Cluster], Plan] | None = None,
                       say: Callable[[str], None] = lambda line: None) -> list[Leg]:
     """Train to `steps`, whatever fails; the legs it took. `cluster` is the one to plan with (`profile`).
@@ -94,8 +97,8 @@ def train_elastically(bed: Testbed, cluster: Cluster, job: Job, out: Path, *, st
 
                 try:
                     train(plan, job, part, steps=steps, out_dir=out, checkpoint_every=checkpoint_every, base=base,
-                          resume=out / "checkpoints" if done else "", enter=bed.enter.only(ranks), silent_s=silent_s,
-                          on_step=on_step)
+                          resume=out / "checkpoints" if done else "", enter=bed.enter.only(ranks), on_step=on_step,
+                          patience_s=patience_s + predict(plan, job, part).step_s)
                 except (RunError, InputError) as error:
                     noticed_s = time.monotonic() - last
                     failure = str(explained(bed, RunError(str(error))))
