@@ -215,3 +215,23 @@ def test_a_thousand_ranks_are_analysed_once_and_fast():
     for _ in range(10):
         assert network.collective("all_reduce", 1e9, range(1024), large) == first
     assert time.process_time() - start < 0.2
+
+
+@pytest.mark.parametrize("op", ["all_reduce", "all_gather"])
+def test_groups_of_one_pattern_are_analysed_once(op, monkeypatch):
+    """Ranks at the same places of other nodes load the same ports of those: what a fresh analysis of them says."""
+    def racks():
+        base = cluster(4, 4, 4, 3, 4)
+        return base.replace(nodes=tuple(n.replace(rack="b" if i == 4 else "a") for i, n in enumerate(base.nodes)),
+                            rack_uplink=Link(name="up", latency_s=1e-5, bandwidth_Bps=7e8))
+
+    shared, calls = racks(), []
+    analyse = network._analyse
+    monkeypatch.setattr(network, "_analyse", lambda *a: calls.append(a[1]) or analyse(*a))
+    groups = [(0, 1, 4, 6), (4, 5, 8, 10), (0, 1, 8, 10), (0, 1, 12, 14), (4, 5, 15, 17)]
+    for group in groups:
+        assert network.collective(op, 7e6, group, shared) == network.collective(op, 7e6, group, racks())
+        assert network.collective_s(op, 7e6, group, shared) == pytest.approx(
+            network.collective(op, 7e6, group, shared).alone_s)
+    # Of the shared cluster: nodes 0-1, 1-2 and 0-2 are one pattern, the smaller node another, the other rack a third.
+    assert [g for g in dict.fromkeys(calls) if calls.count(g) == 2] == [groups[0], groups[3], groups[4]]

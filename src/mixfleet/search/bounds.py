@@ -7,13 +7,16 @@ carries its transfers one after another, each as fast as if it were alone.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
+
 from mixfleet.cost.kernels import optimizer_s
 from mixfleet.cost.memory import boundary_bytes
-from mixfleet.cost.network import collective, send
+from mixfleet.cost.network import Floats, Ports, collective_s
 from mixfleet.plan import Pipeline, Plan, ScheduleName
 from mixfleet.program.action import GATHER, PUBLISH, REDUCE, SYNC
 from mixfleet.program.layout import Comm, Layout
@@ -94,12 +97,10 @@ def hop_s(tables: Tables, a: Sequence[int], b: Sequence[int], nbytes: int) -> fl
     key = ("hop", tuple(a), tuple(b), nbytes)
     if key not in tables.seconds:
         one, other = (Entity(0, 0, 0, tuple(ranks)) for ranks in (a, b))
-        transfers = [send(n, x, y, tables.cluster) for x, y, n in shards(one, other, nbytes)]
-        passing: dict[str, float] = {}
-        for transfer in transfers:
-            for port, capacity, n in transfer.demands:
-                passing[port] = passing.get(port, 0.0) + n / capacity
-        tables.seconds[key] = max((t.latency_s for t in transfers), default=0.0) + max(passing.values(), default=0.0)
+        whole = len(one.ranks) * len(other.ranks)
+        loads = Ports.of(tables.cluster).message(
+            one.ranks, other.ranks, ((x, y, n / whole) for x, y, n in shards(one, other, whole)))
+        tables.seconds[key] = loads.latency_s + nbytes * (loads.alone_s - loads.latency_s)
     return tables.seconds[key]
 
 
@@ -156,13 +157,12 @@ def bound_s(tables: Tables, plan: Plan) -> float:
             turning = sorted(units, key=lambda u: -layout.units[u].elements)[:plan.sharding.prefetch + 2]
             gather, reduce = prices.total(GATHER, [u for u in units if u not in turning]), prices.total(REDUCE, units)
             sync, publish = prices.total(SYNC, units), prices.total(PUBLISH, units)
-            ports = [2 * k * gather.ports.get(port, 0.0) + k * reduce.ports.get(port, 0.0) + sync.ports.get(port, 0.0)
-                     for port in {**gather.ports, **reduce.ports, **sync.ports}]
+            ports = float(_plus(_plus(2 * k * gather.ports, k * reduce.ports), sync.ports).max())
             if sync.seconds:
                 worst = max(worst, (first.fill_s[s] + max(0.0, busy - below) + sync.seconds) * SLACK)
             if reduce.seconds:
                 worst = max(worst, (first.fill_s[s] + first.forward_s[s] + k * reduce.seconds + sync.seconds) * SLACK)
-            worst = max(worst, 2 * k * gather.seconds * SLACK, max(ports, default=0.0) * SLACK)
+            worst = max(worst, 2 * k * gather.seconds * SLACK, ports * SLACK)
             tails.append(max(sum(prices.step_s(u, starts[p]) for u in units), publish.seconds))
     return worst + max(tails) * SLACK
 
@@ -171,7 +171,16 @@ class Busy(NamedTuple):
     """Least seconds of some transfers, and seconds that each port is busy with them."""
 
     seconds: float
-    ports: dict[str, float]
+    ports: Floats
+    """By the number of the port."""
+
+
+def _plus(a: Floats, b: Floats) -> Floats:
+    """The sum of loads by port; the shorter one says nothing of the last ports."""
+    long, short = (a, b) if len(a) > len(b) else (b, a)
+    found = long.copy()
+    found[:len(short)] += short
+    return found
 
 
 class _Prices:
@@ -179,6 +188,7 @@ class _Prices:
 
     def __init__(self, tables: Tables, layout: Layout, plan: Plan, pipeline: int, stage: int) -> None:
         self._tables, self._layout, self._plan = tables, layout, plan
+        self._ports = Ports.of(tables.cluster)
         stages = [(pipe, one) for pipe in plan.pipelines for one in pipe.stages]
         self._alike = len({one.tensor for _, one in stages}) == 1
         self._group_of = {rank: one.ranks(r) for pipe, one in stages for r in range(pipe.replicas)
@@ -193,35 +203,33 @@ class _Prices:
     def total(self, op: str, units: Sequence[int]) -> Busy:
         """A G, R, Y or P action of all `units`: at least their sum, each alone, on the rank's own stream; and at least
         what the busiest port carries for all ranks of the stage in its node."""
-        alone = 0.0
-        ports: dict[str, float] = {}
-        for u in units:
-            if self._layout.needed(op, u):
-                key = (op, self._kind(u))
-                if key not in self._known:
-                    self._known[key] = self._price(op, u)
-                seconds, loads = self._known[key]
-                alone += seconds
-                for port, busy in loads.items():
-                    ports[port] = ports.get(port, 0.0) + busy
-        return Busy(max([alone, *ports.values()]), ports)
+        kinds = Counter(self._kind(u) for u in units if self._layout.needed(op, u))
+        first = {self._kind(u): u for u in units}
+        alone, ports = 0.0, np.zeros(1)
+        for kind, count in kinds.items():
+            if (op, kind) not in self._known:
+                self._known[op, kind] = self._price(op, first[kind])
+            seconds, loads = self._known[op, kind]
+            alone += count * seconds
+            ports = _plus(ports, count * loads)
+        return Busy(max(alone, float(ports.max())), ports)
 
     def _price(self, op: str, u: int) -> Busy:
         layout, cluster, sizes = self._layout, self._tables.cluster, self._tables.job.bytes
+        loads = np.zeros(1)
         if layout.irregular:  # collectives bound nothing there
-            return Busy(0.0, {})
+            return Busy(0.0, loads)
         element_bytes = sizes.weight_bytes if op in (GATHER, PUBLISH) else sizes.gradient_bytes
-        alone = sum(collective(c.op, self._least(op, u, i, c) * element_bytes, c.ranks, cluster).alone_s
+        alone = sum(collective_s(c.op, self._least(op, u, i, c) * element_bytes, c.ranks, cluster)
                     for i, c in enumerate(layout.comms(op, u, self._rank)))
-        loads: dict[str, float] = {}
         covered: set[int] = set()
         for rank in self._neighbours if self._alike and len(layout.units[u].blocks) == 1 else ():
             for c in layout.comms(op, u, rank) if rank not in covered else ():
                 covered.update(c.ranks)
                 for side in range(len(self._group_of[rank])):
                     ranks = tuple(self._group_of[r][side] for r in c.ranks)
-                    for port, capacity, nbytes in collective(c.op, c.elements * element_bytes, ranks, cluster).demands:
-                        loads[port] = loads.get(port, 0.0) + nbytes / capacity
+                    found = self._ports.loads(c.op, c.elements * element_bytes, ranks)
+                    loads = _plus(loads, np.bincount(found.ports, found.seconds).astype(float))
         return Busy(alone, loads)
 
     def step_s(self, u: int, replica: int) -> float:
@@ -229,8 +237,9 @@ class _Prices:
         key = ("S", self._kind(u))
         if key not in self._known:
             pieces = [self._layout.piece("optimizer", u, c, replica) for c in self._layout.held(u, self._rank)]
-            self._known[key] = Busy(optimizer_s(sum(hi - lo for lo, hi in pieces),
-                                                self._tables.cluster.devices[self._rank], self._tables.job), {})
+            seconds = optimizer_s(sum(hi - lo for lo, hi in pieces), self._tables.cluster.devices[self._rank],
+                                  self._tables.job)
+            self._known[key] = Busy(seconds, np.zeros(1))
         return self._known[key].seconds
 
     def _kind(self, u: int) -> tuple[object, ...]:

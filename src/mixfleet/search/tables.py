@@ -20,7 +20,7 @@ from mixfleet.cost.memory import (
     state_bytes,
     workspace_bytes,
 )
-from mixfleet.cost.network import collective
+from mixfleet.cost.network import collective_s
 from mixfleet.job import Job
 from mixfleet.plan import Pipeline, Plan, Recompute, Sharding, Stage, groups
 from mixfleet.program.layout import Layout, Unit
@@ -71,7 +71,7 @@ class Table:
             talk = {"forward": 0.0, "backward": 0.0}
             for comm in block.tensor_comm if t > 1 else ():
                 nbytes = round(comm.size.at(*shape) * (comm.bytes_per_element or job.bytes.compute_bytes))
-                talk[comm.phase] += collective(comm.op, nbytes, ranks, cluster).alone_s
+                talk[comm.phase] += collective_s(comm.op, nbytes, ranks, cluster)
             plain = [block_cost(block, *shape, d, job) for d in devices]
             forward = max(c.forward_s for c in plain) + talk["forward"]
             backward = max(c.backward_s for c in plain) + talk["backward"]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from mixfleet.cluster import Cluster
 from mixfleet.cost.kernels import accumulate_s, block_cost, optimizer_s
-from mixfleet.cost.network import collective
+from mixfleet.cost.network import Ports, collective_s
 from mixfleet.job import Job
 from mixfleet.model.spec import Block, TensorComm
 from mixfleet.plan import Plan, Stage
@@ -261,7 +261,7 @@ class Pricing:
         for rank in self._plan.ranks:
             nodes.setdefault(self._cluster.node_of[rank], []).append(rank)
         steps = (max(nodes.values(), key=len), [ranks[0] for ranks in nodes.values()])
-        return sum(collective("all_reduce", NORM_BYTES, ranks, self._cluster).alone_s for ranks in steps)
+        return sum(collective_s("all_reduce", NORM_BYTES, ranks, self._cluster) for ranks in steps)
 
     def _number(self, value: object) -> int:
         """Small numbers for specs, by identity first, since hashing one reads all of it."""
@@ -316,12 +316,15 @@ class Pricing:
     def _collective_s(self, e: int, comm: TensorComm, micro_batch: int) -> float:
         ranks = self._entities[e].ranks
         nbytes = tensor_bytes(comm, micro_batch, len(ranks), self._job)
-        own = collective(comm.op, nbytes, ranks, self._cluster)
-        passing: dict[str, float] = {}
+        ports = Ports.of(self._cluster)
+        own = ports.loads(comm.op, nbytes, ranks)
+        passing = dict.fromkeys(own.ports.tolist(), 0.0)
         for rival in self._rivals(e):
-            for port, _, n in collective(comm.op, nbytes, self._entities[rival].ranks, self._cluster).demands:
-                passing[port] = passing.get(port, 0.0) + n
-        return own.latency_s + max((passing[p] / capacity for p, capacity, _ in own.demands), default=0.0)
+            other = ports.loads(comm.op, nbytes, self._entities[rival].ranks)
+            for port, seconds in zip(other.ports.tolist(), other.seconds.tolist()):
+                if port in passing:
+                    passing[port] += seconds
+        return own.latency_s + max(passing.values(), default=0.0)
 
     def parts(self, e: int, action: Action, micro_batch: int) -> tuple[Part, ...]:
         """What a compute action is made of, in order."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from mixfleet.cluster import Cluster
 from mixfleet.cost.memory import boundary_bytes
-from mixfleet.cost.network import CollectiveOp, Transfer, collective, exchange, send
+from mixfleet.cost.network import NO_LOADS, CollectiveOp, Loads, Ports
 from mixfleet.job import Job
 from mixfleet.model.spec import TensorComm
 from mixfleet.plan import Plan
@@ -32,38 +32,6 @@ class Entity(NamedTuple):
     replica: int
     """Number among all data-parallel replicas (`Plan.replicas`)."""
     ranks: tuple[int, ...]
-
-
-class Ports:
-    """Numbers for the ports of a cluster, and transfers in terms of them. Kept with the cluster from plan to plan."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-        self.capacities: list[float] = []
-        self.known: dict[object, tuple[float, Demands]] = {}
-        self._number: dict[str, int] = {}
-
-    @staticmethod
-    def of(cluster: Cluster) -> Ports:
-        ports = cluster.__dict__.get("_ports")
-        if not isinstance(ports, Ports):
-            ports = cluster.__dict__["_ports"] = Ports()
-        return ports
-
-    def together(self, transfers: Iterable[Transfer]) -> tuple[float, Demands]:
-        """Latency, and bytes per port, of transfers that happen at the same time."""
-        latency_s = 0.0
-        total: dict[int, float] = {}
-        for transfer in transfers:
-            latency_s = max(latency_s, transfer.latency_s)
-            for name, capacity, nbytes in transfer.demands:
-                port = self._number.get(name)
-                if port is None:
-                    port = self._number[name] = len(self.names)
-                    self.names.append(name)
-                    self.capacities.append(capacity)
-                total[port] = total.get(port, 0.0) + nbytes
-        return latency_s, tuple(total.items())
 
 
 class Traffic:
@@ -94,8 +62,9 @@ class Traffic:
         demands = self.instances[instance].demands
         return self._ports.names[max(demands, key=lambda d: d[1] / self.capacities[d[0]])[0]] if demands else ""
 
-    def _add(self, kind: Kind, members: Iterable[int], latency_s: float, demands: Demands, scale: float = 1.0) -> None:
-        instance = Instance(kind, tuple(members), latency_s, tuple([(p, round(n * scale, 2)) for p, n in demands]))
+    def _add(self, kind: Kind, members: Iterable[int], loads: Loads, scale: float = 1.0) -> None:
+        instance = Instance(kind, tuple(members), loads.latency_s, tuple(
+            [(p, round(n, 2)) for p, n in zip(loads.ports.tolist(), (loads.nbytes * scale).tolist())]))
         for member in instance.members:
             self.at[member, kind] = len(self.instances)
         self.instances.append(instance)
@@ -111,18 +80,15 @@ class Traffic:
             nbytes = boundary_bytes(block, pipe.micro_batch, self._job.seq_len, 1, self._job)
             for r in range(pipe.replicas):
                 a, b = start + r * stages + here.stage, start + r * stages + there.stage
-                self._add((SEND_ACT, pipeline, here.hi), (a, b), *self._message(a, b), nbytes)
-                self._add((SEND_GRAD, pipeline, here.hi), (b, a), *self._message(b, a), nbytes)
+                self._add((SEND_ACT, pipeline, here.hi), (a, b), self._message(a, b), nbytes)
+                self._add((SEND_GRAD, pipeline, here.hi), (b, a), self._message(b, a), nbytes)
 
-    def _message(self, a: int, b: int) -> tuple[float, Demands]:
+    def _message(self, a: int, b: int) -> Loads:
         """A message of one byte, in the sequence shards that the ranks of entity `a` send to those of `b`."""
         here, there = self.entities[a], self.entities[b]
-        key = (here.ranks, there.ranks)
-        if key not in self._ports.known:
-            whole = len(here.ranks) * len(there.ranks)
-            self._ports.known[key] = self._ports.together(
-                send(n / whole, x, y, self._cluster) for x, y, n in shards(here, there, whole))
-        return self._ports.known[key]
+        whole = len(here.ranks) * len(there.ranks)
+        return self._ports.message(here.ranks, there.ranks,
+                                   ((x, y, n / whole) for x, y, n in shards(here, there, whole)))
 
     def _state(self) -> None:
         layout, plan = self._layout, self._plan
@@ -154,8 +120,7 @@ class Traffic:
                 sent = messages.setdefault(_root(together, self._entity_of[m.src]), {})
                 sent[m.src, m.dst] = sent.get((m.src, m.dst), 0.0) + (m.hi - m.lo) * element
             for root, group in members.items():
-                transfer = exchange(messages.get(root, {}), self._cluster)
-                self._add((op, unit, i), group, *self._ports.together([transfer]))
+                self._add((op, unit, i), group, self._ports.exchange(messages.get(root, {})))
         return len(stages)
 
     def _collectives(self, op: str, unit: int, hosts: tuple[tuple[int, ...], ...]) -> int:
@@ -202,14 +167,15 @@ class Traffic:
                         else comm.ranks
                     calls.setdefault(_root(parent, e), []).append((comm.op, comm.elements * element, ranks))
             for root, group in members.items():
-                self._add((op, unit, i), group, *self._collective(tuple(calls.get(root, ()))))
+                self._add((op, unit, i), group, self._collective(tuple(calls.get(root, ()))))
         return len(phases)
 
-    def _collective(self, calls: tuple[tuple[CollectiveOp, int, tuple[int, ...]], ...]) -> tuple[float, Demands]:
+    def _collective(self, calls: tuple[tuple[CollectiveOp, int, tuple[int, ...]], ...]) -> Loads:
         """Collectives that happen together, as (operation, bytes, ranks)."""
-        if calls not in self._ports.known:
-            self._ports.known[calls] = self._ports.together(collective(*call, self._cluster) for call in calls)
-        return self._ports.known[calls]
+        known: dict[object, Loads] = self._ports.known
+        if calls not in known:
+            known[calls] = Loads.together([self._ports.loads(*call) for call in calls]) if calls else NO_LOADS
+        return known[calls]
 
 
 def alike(layout: Layout) -> list[int]:
