@@ -190,7 +190,7 @@ def beside_simulator(process: int, world: int) -> dict[str, dict[str, float]]:
     from mixfleet.sim import predict
 
     found: dict[str, dict[str, float]] = {}
-    for name in [*SCHEDULES, "searched"]:
+    for name in [*(name for name, schedule in SCHEDULES.items() if schedule.ways == 1), "searched"]:
         # Two blocks per stage; where the chain passes a stage twice, one in each chunk.
         plan = _plan("1f1b" if name == "searched" else name, 2 * world, world)
         units = [0.0] * (2 * world)

@@ -106,7 +106,7 @@ def looped(schedule: str, stages: int, rounds: int, micro_batches: int, **shardi
 @pytest.mark.parametrize("sharding", [(1, 1, 1), (1, 2, 2), (2, 2, 2)])
 @pytest.mark.parametrize(("schedule", "rounds"), [
     ("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("looped-bfs", 2), ("wave", 2), ("wave", 4),
-    ("zb-h1", 1), ("zb-h2", 1), ("zb-v", 2)])
+    ("zb-h1", 1), ("zb-h2", 1), ("zb-v", 2), ("dualpipe-v", 2)])
 def test_every_schedule_is_sound_under_every_sharding(schedule: str, rounds: int, sharding: tuple[int, ...]) -> None:
     for stages in (2, 3):
         for tied in (False, True):

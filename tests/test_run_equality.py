@@ -142,6 +142,9 @@ CASES = {
     "zero bubble v, full recompute": Case(
         plan(chunked("zb-v", (0, 1, 3, 4, 5), (0,), (1,), samples=6, micro_batch=2, recompute="full"),
              schedule="zb-v"), job(figures=_TIED)),
+    "dualpipe v, whole and halved backwards": Case(
+        plan(chunked("dualpipe-v", (0, 2, 3, 4, 5), (0,), (1,), samples=5, micro_batch=1), schedule="dualpipe-v"),
+        job(5, figures=_TIED)),
     "zero bubble v, mics with hop 1 behind weight halves": Case(
         plan(chunked("zb-v", (0, 1, 3, 4, 5), (0, 1), (2, 3), samples=3, micro_batch=1, replicas=2),
              schedule="zb-v", sharding=(2, 2, 2)), job(figures=_TIED, **_CLIP)),

@@ -66,6 +66,70 @@ def test_bubbles_are_those_of_the_papers(name: str, bubble: object, p: int, r: i
     assert span / (3 * m) - 1 == pytest.approx(float(bubble(p, r, m)))  # type: ignore[operator]
 
 
+TWO_WAYS = [name for name, s in SCHEDULES.items() if s.ways == 2]
+
+
+@pytest.mark.parametrize("name", TWO_WAYS)
+def test_two_ways_are_sound_for_any_share_of_the_micro_batches(name: str) -> None:
+    schedule = SCHEDULES[name]
+    for p in (1, 2, 3, 4, 6):
+        home = schedule.place(p, 1)
+        for counts in [(1, 0), (0, 3), (1, 2), (5, 5), (9, 4), (3, 14)]:
+            if schedule.why_not(home, *counts) is None:
+                orders = schedule.orders(home, *counts)
+                assert stuck(home, sum(counts), orders, starts=schedule.starts(home), counts=counts) is None
+
+
+@pytest.mark.parametrize("name", TWO_WAYS)
+def test_orders_of_two_ways_are_checked_too(name: str) -> None:
+    schedule, home = SCHEDULES[name], (0, 1, 1, 0)
+    first, second = schedule.orders(home, 2, 3)
+
+    def says(*orders: object) -> str:
+        return stuck(home, 5, orders, starts=(0, 2), counts=(2, 3)) or ""  # type: ignore[arg-type]
+
+    assert "lacks F0.1" in says([s for s in first if s != ("F", 0, 1)], second)
+    assert "F0.2, which is not its own" in says((*first, ("F", 0, 2)), second)  # of the other direction
+    assert "wait for each other" in says(first[::-1], second)
+
+
+def split(name: str, p: int, counts: tuple[int, ...], f: float, i: float, w: float) -> float:
+    """Seconds over those of the work alone, with every chunk alike."""
+    schedule = SCHEDULES[name]
+    home = schedule.place(p, 2)
+    chunks = (1.0,) * len(home)
+    made = Work(home, sum(counts), tuple(f * c for c in chunks), tuple(i * c for c in chunks),
+                tuple(w * c for c in chunks), starts=schedule.starts(home))
+    alone = sum(counts) * (f + i + w) * (2 if schedule.ways == 1 else 1)
+    return makespan(made, schedule.orders(home, *counts)) - alone
+
+
+@pytest.mark.parametrize(("p", "n"), [(2, 2), (4, 4), (4, 12), (6, 6), (8, 16)])
+def test_chimera_fills_the_gaps_of_one_direction_with_the_other(p: int, n: int) -> None:
+    """Forward and backward equally long: p - 2 slots idle, whatever the number of units (Li and Hoefler). With
+    backwards twice as long and one unit, p forwards and 2p - 2 backwards are on the critical path."""
+    home = SCHEDULES["chimera"].place(p, 1)
+    orders = SCHEDULES["chimera"].orders(home, n // 2, n // 2)
+    ones = (1.0,) * len(home)
+    assert makespan(Work(home, n, ones, ones, starts=(0, p)), orders) == 2 * n + p - 2
+    if n == p:
+        assert makespan(Work(home, n, ones, (2.0,) * len(home), starts=(0, p)), orders) == p + 2 * (2 * p - 2)
+    assert in_flight(orders) == [p // 2 + 1 + min(d, p - 1 - d) for d in range(p)]
+
+
+@pytest.mark.parametrize(("p", "n"), [(2, 2), (4, 4), (4, 7), (6, 9), (8, 8)])
+@pytest.mark.parametrize(("f", "i", "w"), [(1, 1, 1), (1.0, 1.2, 0.8)])
+def test_dualpipe_idles_only_at_the_ends(p: int, n: int, f: float, i: float, w: float) -> None:
+    """(p / 2 - 1)(F + B - 2W), B = I + W: the published (F&B + B - 3W) counts a pair as one step that ends at once,
+    while here what a forward makes leaves before its backward. Half the devices in a V are half of it."""
+    expected = (p / 2 - 1) * (f + i - w)
+    assert split("dualpipe", p, (n, n), f, i, w) == pytest.approx(expected)
+    assert split("dualpipe-v", p // 2, (n,), f, i, w) == pytest.approx(expected)
+    home = SCHEDULES["dualpipe"].place(p, 1)
+    assert in_flight(SCHEDULES["dualpipe"].orders(home, n, n)) == [p + 1] * p
+    assert in_flight(SCHEDULES["dualpipe-v"].orders(SCHEDULES["dualpipe-v"].place(p // 2, 2), n)) == [p + 1] * (p // 2)
+
+
 @pytest.mark.parametrize(("name", "held"), [
     ("gpipe", lambda p, m: [m] * p),
     ("1f1b", lambda p, m: [min(p - i, m) for i in range(p)]),
@@ -103,6 +167,7 @@ def test_timeline_by_hand() -> None:
     ("wave", (0, 1, 0, 1), 4, "0, 1, 1, 0"),
     ("wave", (0, 1, 1, 0, 0, 1), 4, "an even number"),
     ("1f1b", (0, 1, 1, 0), 4, "wants 1 chunks"),
+    ("chimera", (0, 1), 4, "wants 2 pipelines in opposite directions on the same devices; here they are 1"),
 ])
 def test_shapes_that_do_not_suit_are_refused(name: str, home: Homes, m: int, says: str) -> None:
     assert says in (SCHEDULES[name].why_not(home, m) or "")
@@ -117,6 +182,11 @@ def test_shapes_that_do_not_suit_are_refused(name: str, home: Homes, m: int, say
 ])
 def test_orders_made_by_hand_are_checked(text: str, says: str) -> None:
     assert says in (stuck((0,), 2, (parse_steps(text),)) or "")
+
+
+def test_dualpipe_wants_even_stages_and_others_no_second_way() -> None:
+    assert "there are 3, nearest 2 or 4" in (SCHEDULES["dualpipe"].why_not((0, 1, 2, 2, 1, 0), 4, 4) or "")
+    assert "not several" in (SCHEDULES["1f1b"].why_not((0, 1, 1, 0), 4, 4) or "")
 
 
 def test_steps_round_trip_and_bad_ones_are_named() -> None:

@@ -41,10 +41,12 @@ def test_times_are_those_of_the_event_queue(n, random):
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_orders_take_as_long_as_in_the_timeline(name, way):
     schedule = SCHEDULES[name]
-    home, m = schedule.place(3, 2 if schedule.most_rounds > 1 else 1), 6
+    stages = 4 if schedule.even_stages else 3
+    home, m = schedule.place(stages, 2 if schedule.most_rounds > 1 else 1), 6 * stages // 3
     f, b = [tuple(k * 1e-3 for k in range(a, a + len(home))) for a in (1, 3)]
-    work = Work(home, m, f, b, tuple(reversed(f)) if schedule.splits else (), comm=7e-4)
-    orders = schedule.orders(home, m)
+    work = Work(home, m, f, b, tuple(reversed(f)) if schedule.splits else (), comm=7e-4,
+                starts=schedule.starts(home))
+    orders = schedule.orders(home, *schedule.counts(m))
     start, end = run(pipeline(work, orders))
     expected = timeline(work, orders)
     steps = [step for order in orders for step in order]

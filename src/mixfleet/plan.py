@@ -19,7 +19,8 @@ from mixfleet.schedule.named import SCHEDULES
 from mixfleet.spec import Spec
 
 Recompute = Literal["none", "selective", "full"]
-ScheduleName = Literal["gpipe", "1f1b", "interleaved", "looped-bfs", "wave", "zb-h1", "zb-h2", "zb-v", "custom"]
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "looped-bfs", "wave", "zb-h1", "zb-h2", "zb-v", "dualpipe-v",
+                       "custom"]
 """Those of `schedule.named`, and `custom`: every stage's own `order`."""
 
 

@@ -22,9 +22,8 @@ def schedules(stages: int, micro_batches: int, chunks: int, svg: Path | None, as
     A stage's forward takes 1, its backward 2 or two halves of 1, messages nothing.
     """
     from mixfleet.report import schedules as report
-    from mixfleet.schedule.greedy import Work
     from mixfleet.schedule.named import SCHEDULES
-    from mixfleet.schedule.properties import Properties, properties
+    from mixfleet.schedule.properties import Properties, even_work, properties
 
     found, refused = [], {}
     for name in SCHEDULES:
@@ -36,10 +35,9 @@ def schedules(stages: int, micro_batches: int, chunks: int, svg: Path | None, as
     if svg:
         svg.mkdir(parents=True, exist_ok=True)
         for p in found:
-            part = (stages / len(p.home),) * len(p.home)
-            work = Work(p.home, micro_batches, part, part if p.splits else tuple(2 * x for x in part),
-                        part if p.splits else ())
-            picture = report.svg(work, SCHEDULES[p.name].orders(p.home, micro_batches))
+            schedule = SCHEDULES[p.name]
+            picture = report.svg(even_work(p.name, p.home, micro_batches, splits=p.splits),
+                                 schedule.orders(p.home, *schedule.counts(micro_batches)))
             (svg / f"{p.name}.svg").write_text(picture, encoding="utf-8")
         progress(f"wrote {len(found)} pictures to {svg}")
     if as_json:

@@ -21,11 +21,12 @@ _ROW, _LABEL = 22, 70
 
 def table(found: Iterable[Properties], refused: Mapping[str, str]) -> View:
     """All schedules with what they cost; those that do not suit with the reason."""
-    rows = [[p.name, percent(p.bubble), " ".join(f"{n:g}" for n in p.in_flight), str(p.messages),
+    rows = [[p.name, percent(p.bubble), " ".join(f"{n:g}" for n in p.in_flight), str(p.messages), str(p.copies),
              "yes" if p.splits else "", "yes" if p.synchronous else "no", p.wants] for p in found]
-    rows += [[name, "", "", "", "", "", reason] for name, reason in refused.items()]
+    rows += [[name, "", "", "", "", "", "", reason] for name, reason in refused.items()]
     return View("schedules", tables=[Table(
-        ["schedule", ">bubble", "in flight per stage", ">messages", "split backward", "synchronous", "wants"], rows)])
+        ["schedule", ">bubble", "in flight per stage", ">messages", ">weight copies", "split backward", "synchronous",
+         "wants"], rows)])
 
 
 def comparison(found: Mapping[str, tuple[Plan, Prediction] | str]) -> View:

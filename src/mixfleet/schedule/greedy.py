@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from heapq import heappop, heappush
+from itertools import accumulate
 from typing import NamedTuple
 
 from mixfleet.errors import InputError
@@ -32,9 +33,11 @@ class Work(NamedTuple):
     forward: tuple[float, ...]
     backward: tuple[float, ...]
     weight: tuple[float, ...] = ()
-    """Seconds of W per chunk; empty if backward is not split."""
+    """Seconds of W per chunk; empty if backward is not split. A whole backward takes both."""
     comm: float | tuple[float, ...] = 0.0
     """Between chunk k and k + 1, both ways; nothing if they share a device."""
+    starts: tuple[int, ...] = (0,)
+    """Where a chain begins: several where pipelines share the devices. Micro-batches are numbered through them all."""
 
     @property
     def devices(self) -> int:
@@ -47,8 +50,14 @@ class Work(NamedTuple):
         return self.comm[k] if isinstance(self.comm, tuple) else self.comm
 
     def seconds(self, step: Step) -> float:
-        table = {F: self.forward, B: self.backward, I: self.backward, W: self.weight}[step[0]]
-        return table[step[1]]
+        op, k, _ = step
+        if op == B and self.weight:
+            return self.backward[k] + self.weight[k]
+        return {F: self.forward, B: self.backward, I: self.backward, W: self.weight}[op][k]
+
+    def ends(self, k: int) -> bool:
+        """Whether chunk k is the last of its chain."""
+        return k + 1 == len(self.home) or k + 1 in self.starts
 
     @property
     def back(self) -> str:
@@ -106,14 +115,13 @@ def timeline(work: Work, orders: Orders) -> dict[Step, tuple[float, float]]:
 def _ready(work: Work, step: Step, done: dict[Step, tuple[float, float]]) -> float | None:
     """When the inputs of a step are there; None if they are not yet made."""
     op, k, m = step
-    last = len(work.home) - 1
     if op == F:
-        needs = [((F, k - 1, m), work.hop(k - 1))] if k else []
+        needs = [] if k in work.starts else [((F, k - 1, m), work.hop(k - 1))]
     elif op == W:
         needs = [((I, k, m), 0.0)]
     else:
         behind = (B, k + 1, m) if (B, k + 1, m) in done else (I, k + 1, m)
-        needs = [((F, k, m), 0.0)] + ([(behind, work.hop(k))] if k < last else [])
+        needs = [((F, k, m), 0.0)] + ([] if work.ends(k) else [(behind, work.hop(k))])
     if any(need not in done for need, _ in needs):
         return None
     return max((done[need][1] + hop for need, hop in needs), default=0.0)
@@ -213,24 +221,31 @@ def show_steps(steps: tuple[Step, ...]) -> str:
     return " ".join(f"{op}{k}.{m}" for op, k, m in steps)
 
 
-def stuck(home: tuple[int, ...], micro_batches: int, orders: Orders) -> str | None:
-    """What is missing, doubled, out of place or waits for ever in orders made by hand; None if they are sound."""
+def stuck(home: tuple[int, ...], micro_batches: int, orders: Orders, *, starts: tuple[int, ...] = (0,),
+          counts: tuple[int, ...] = ()) -> str | None:
+    """What is missing, doubled, out of place or waits for ever in orders made by hand; None if they are sound.
+
+    Where several chains share the devices, `starts` are their first chunks and `counts` their micro-batches.
+    """
+    firsts = [0, *accumulate(counts or (micro_batches,))]
+    owned = {k: range(firsts[way], firsts[way + 1]) for k in range(len(home))
+             for way in (sum(k >= start for start in starts) - 1,)}
     for d, order in enumerate(orders):
         found = Counter(order)
         for step in order:
             if found[step] > 1:
                 return f"stage {d} does {show_steps((step,))} twice"
-            if step[1] >= len(home) or home[step[1]] != d or step[2] >= micro_batches:
+            if step[1] >= len(home) or home[step[1]] != d or step[2] not in owned[step[1]]:
                 return f"stage {d} does {show_steps((step,))}, which is not its own"
         for k in (k for k, h in enumerate(home) if h == d):
-            for m in range(micro_batches):
+            for m in owned[k]:
                 if (F, k, m) not in found:
                     return f"stage {d} lacks {show_steps(((F, k, m),))}"
                 whole, halves = (B, k, m) in found, ((I, k, m) in found, (W, k, m) in found)
                 if whole == any(halves) or any(halves) != all(halves):
                     return f"stage {d} must do either {show_steps(((B, k, m),))} or both of I and W"
     ones = (1.0,) * len(home)
-    done = timeline(Work(home, micro_batches, ones, ones, ones), orders)
+    done = timeline(Work(home, micro_batches, ones, ones, ones, starts=starts), orders)
     for d, order in enumerate(orders):
         for step in order:
             if step not in done:

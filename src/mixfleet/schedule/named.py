@@ -12,7 +12,7 @@ from functools import cache
 from itertools import product
 from typing import NamedTuple
 
-from mixfleet.schedule.greedy import B, F, Orders, Rule, Step, Work, greedy, makespan
+from mixfleet.schedule.greedy import B, F, I, Orders, Rule, Step, W, Work, greedy, makespan
 
 Homes = tuple[int, ...]
 
@@ -121,10 +121,90 @@ def wave(home: Homes, micro_batches: int) -> Orders:
     return _listed(home, micro_batches, len(home), False)
 
 
-class Schedule(NamedTuple):
-    """A named schedule. `rounds` is the least number of chunks per stage; `place` puts chunks on stages."""
+def two_ways(stages: int) -> Homes:
+    """Two chains of one chunk per stage, the second in opposite direction: 0 1 2, then 2 1 0."""
+    return straight(stages) + straight(stages)[::-1]
 
-    orders: Callable[[Homes, int], Orders]
+
+def chimera(home: Homes, down: int, up: int) -> Orders:
+    """Two copies of the pipeline in opposite directions, one filling the gaps of the other (Li and Hoefler, 2021).
+
+    Each direction goes by units of p / 2 micro-batches; with forward and backward taken as one slot each, both meet in
+    no slot if p is even. The second direction's micro-batches are numbered behind those of the first.
+    """
+    stages = len(home) // 2
+    half = (stages + 1) // 2
+    slots: list[list[tuple[int, Step]]] = [[] for _ in range(stages)]
+    for k, d in enumerate(home):
+        chain, depth = divmod(k, stages)
+        for i in range(down if chain == 0 else up):
+            unit, turn = divmod(i, half)
+            m, at = i + chain * down, 4 * half * unit + 2 * turn
+            slots[d] += [(at + depth, (F, k, m)), (at + 2 * stages - 1 - depth, (B, k, m))]
+    return tuple(tuple(step for _, step in sorted(mine)) for mine in slots)
+
+
+def _dual(place: int, depth: int, micro_batches: int) -> list[Step]:
+    """What a device does with its two chunks, 0 nearer to where its micro-batches come in: DualPipe's eight phases.
+
+    `place` counts from the nearer end of `depth` devices. Forwards of one chunk stand beside backwards of the other.
+    """
+    outer, inner = depth - place - 1, place + 1
+    pair = [(F, 0), (B, 1), (F, 1), (B, 0)]
+    steps = ([(F, 0)] * (2 * outer) + [(F, 0), (F, 1)] * inner + [(I, 1), (W, 1), (F, 1)] * outer
+             + pair * (micro_batches - 2 * depth + inner) + pair[1:] * outer)
+    ending = [(B, 1), (B, 0)] * inner
+    steps += [*ending[:inner], *((I, k) for _, k in ending[inner:])]
+    halved = [k for _, k in ending[inner:]]
+    for k in [0] * outer + [-1] * inner:  # the weight halves put off fill what the last backwards leave
+        steps.append((W, halved.pop(0)))
+        if k == 0:
+            steps.append((I, 0))
+            halved.append(0)
+    seen: dict[tuple[str, int], int] = {}
+    numbers: list[Step] = []
+    put_off: dict[int, list[int]] = {0: [], 1: []}
+    for op, k in steps:
+        if op == W:
+            m = put_off[k].pop(0)
+        else:
+            kind = (F if op == F else B, k)
+            m = seen[kind] = seen.get(kind, -1) + 1
+            if op == I:
+                put_off[k].append(m)
+        numbers.append((op, k, m))
+    return numbers
+
+
+def dualpipe(home: Homes, down: int, up: int) -> Orders:
+    """Two copies in opposite directions, forwards beside backwards, weight halves at the ends (DeepSeek-V3, 2024)."""
+    stages = len(home) // 2
+    counts = (down, up)
+    orders = []
+    for d in range(stages):
+        second = d >= stages // 2
+        steps = _dual(stages - 1 - d if second else d, stages // 2, max(stages, *counts))
+        chunks = (d, 2 * stages - 1 - d)
+        orders.append(tuple((op, chunks[k ^ second], m + (k ^ second) * down) for op, k, m in steps
+                            if m < counts[k ^ second]))
+    return tuple(orders)
+
+
+def dualpipe_v(home: Homes, micro_batches: int) -> Orders:
+    """Half of DualPipe: one copy, laid out in a V, so that a device holds a chunk of either way (Qi et al., 2025)."""
+    stages = len(home) // 2
+    return tuple(tuple((op, (d, 2 * stages - 1 - d)[k], m)
+                       for op, k, m in _dual(d, stages, max(2 * stages, micro_batches)) if m < micro_batches)
+                 for d in range(stages))
+
+
+class Schedule(NamedTuple):
+    """A named schedule. `rounds` is the least number of chunks per stage; `place` puts chunks on stages.
+
+    `orders` takes the homes and, for each of its `ways`, the number of micro-batches.
+    """
+
+    orders: Callable[..., Orders]
     place: Callable[[int, int], Homes]
     rounds: int = 1
     most_rounds: int = 1
@@ -133,15 +213,31 @@ class Schedule(NamedTuple):
     """Whether the number of stages must divide that of micro-batches."""
     splits: bool = False
     """Whether backward is split into input and weight halves."""
+    ways: int = 1
+    """Pipelines that share the devices, each with a copy of the weights."""
+    even_stages: bool = False
 
-    def why_not(self, home: Homes, micro_batches: int) -> str | None:
-        """Why these chunks or micro-batches do not suit, with what would."""
-        stages = max(home) + 1
-        rounds, rest = divmod(len(home), stages)
+    def counts(self, micro_batches: int) -> tuple[int, ...]:
+        """That many micro-batches, shared among the ways as evenly as can be."""
+        return tuple((micro_batches + i) // self.ways for i in reversed(range(self.ways)))
+
+    def starts(self, home: Homes) -> tuple[int, ...]:
+        """The first chunk of each way."""
+        return tuple(range(0, len(home), len(home) // self.ways))
+
+    def why_not(self, home: Homes, *counts: int) -> str | None:
+        """Why these chunks or micro-batches (those of each way) do not suit, with what would."""
+        if len(counts) != self.ways:
+            return (f"wants {self.ways} pipelines in opposite directions on the same devices; here they are "
+                    f"{len(counts)}" if self.ways > 1 else "wants one pipeline on its devices, not several")
+        stages, micro_batches = max(home) + 1, sum(counts)
+        rounds, rest = divmod(len(home), stages * self.ways)
         if rest or not self.rounds <= rounds <= self.most_rounds or (self.even_rounds and rounds % 2):
             want = f"{self.rounds}" if self.rounds == self.most_rounds else (
                 f"{self.rounds} or more" + (", an even number" if self.even_rounds else ""))
             return f"wants {want} chunks on each stage; there are {len(home)} chunks on {stages} stages"
+        if self.even_stages and stages % 2:
+            return f"wants an even number of stages; there are {stages}, nearest {stages - 1} or {stages + 1}"
         if home != self.place(stages, rounds):
             return (f"wants its chunks on stages {', '.join(map(str, self.place(stages, rounds)))} in the order of the "
                     f"chain; they are on {', '.join(map(str, home))}")
@@ -156,6 +252,10 @@ def _straight(stages: int, rounds: int) -> Homes:
     return straight(stages)
 
 
+def _opposite(stages: int, rounds: int) -> Homes:
+    return two_ways(stages)
+
+
 _MANY = 1 << 10
 
 SCHEDULES: dict[str, Schedule] = {
@@ -167,4 +267,7 @@ SCHEDULES: dict[str, Schedule] = {
     "zb-h1": Schedule(zb_h1, _straight, splits=True),
     "zb-h2": Schedule(zb_h2, _straight, splits=True),
     "zb-v": Schedule(zb_v, waves, rounds=2, most_rounds=2, splits=True),
+    "chimera": Schedule(chimera, _opposite, ways=2),
+    "dualpipe": Schedule(dualpipe, _opposite, splits=True, ways=2, even_stages=True),
+    "dualpipe-v": Schedule(dualpipe_v, waves, rounds=2, most_rounds=2, splits=True),
 }

@@ -23,6 +23,8 @@ class Properties(NamedTuple):
     """The most micro-batches that each device holds at a time, in micro-batches of all its layers."""
     messages: int
     """Sends per micro-batch over all devices, activations and gradients."""
+    copies: int
+    """Of the weights, on all devices together."""
     splits: bool
     synchronous: bool
     """Whether every gradient is that of the weights at the start of the step: no step is taken inside the order."""
@@ -44,23 +46,31 @@ def properties(name: str, stages: int, micro_batches: int, chunks: int = 2) -> P
     """Of a named schedule; `chunks` per stage for those that take several. Text says why it does not suit."""
     schedule = SCHEDULES[name]
     rounds = 1 if schedule.most_rounds == 1 else chunks
-    home = schedule.place(stages, rounds)
-    reason = schedule.why_not(home, micro_batches)
-    return reason if reason else of_orders(name, home, micro_batches, schedule.orders(home, micro_batches))
+    home, counts = schedule.place(stages, rounds), schedule.counts(micro_batches)
+    reason = schedule.why_not(home, *counts)
+    return reason if reason else of_orders(name, home, micro_batches, schedule.orders(home, *counts))
+
+
+def even_work(name: str, home: Homes, micro_batches: int, *, splits: bool) -> Work:
+    """Stages whose whole forward takes 1 and backward 2 (or halves of 1), messages nothing."""
+    starts = SCHEDULES[name].starts(home) if name in SCHEDULES else (0,)
+    part = ((max(home) + 1) * len(starts) / len(home),) * len(home)
+    return Work(home, micro_batches, part, part if splits else tuple(2 * x for x in part), part if splits else (),
+                starts=starts)
 
 
 def of_orders(name: str, home: Homes, micro_batches: int, orders: Orders) -> Properties:
     """Of any sound orders; `name` need not be a named schedule."""
     splits = any(op == W for order in orders for op, _, _ in order)
-    rounds = len(home) // len(orders)
-    part = (1.0 / rounds,) * len(home)
-    double = tuple(2 * x for x in part)
-    span = makespan(Work(home, micro_batches, part, part if splits else double, part if splits else ()), orders)
+    work = even_work(name, home, micro_batches, splits=splits)
+    copies = len(work.starts)
+    rounds = len(home) // len(orders) // copies
+    span = makespan(work, orders)
     ideal = 3.0 * micro_batches
+    hops = sum(a != b and not work.ends(k) for k, (a, b) in enumerate(itertools.pairwise(home)))
     return Properties(
         name, home, micro_batches, 1 - ideal / span, span / ideal - 1,
-        tuple(in_flight(order) / rounds for order in orders),
-        2 * sum(a != b for a, b in itertools.pairwise(home)), splits,
+        tuple(in_flight(order) / rounds for order in orders), 2 * hops // copies, copies, splits,
         all(op in "FBIW" for order in orders for op, _, _ in order), _wants(name))
 
 
@@ -75,4 +85,6 @@ def _wants(name: str) -> str:
         f"{schedule.rounds}{' or more' if many else ''} chunks per stage"
         + (", an even number" if schedule.even_rounds and many else "")
         + (", round and round" if sample[3] == 0 else ", there and back"),
+        f"{schedule.ways} pipelines in opposite directions" if schedule.ways > 1 else "",
+        "an even number of stages" if schedule.even_stages else "",
         "micro-batches in groups of the stages" if schedule.divides else "")))

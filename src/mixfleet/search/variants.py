@@ -17,6 +17,8 @@ SEARCHED = "searched"
 def under(plan: Plan, name: ScheduleName, job: Job, cluster: Cluster) -> Plan | str:
     """The plan under a named schedule, or why that is impossible."""
     schedule = SCHEDULES[name]
+    if schedule.ways > 1:
+        return f"wants {schedule.ways} pipelines in opposite directions on the same devices"
     pipelines = []
     for p, pipe in enumerate(plan.pipelines):
         now = max(len(s.chunks) for s in pipe.stages)

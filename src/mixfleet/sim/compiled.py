@@ -44,7 +44,9 @@ def pipeline(work: Work, orders: Orders) -> Arrays:
     op = _CODE[np.frombuffer("".join(ops).encode(), np.uint8)]
     k, mb = np.array(places, np.int64), np.array(numbers, np.int64)
     kind = np.where(op == 2, 1, op)  # a whole backward and an input half stand in for each other
-    seconds = np.array([work.forward, work.backward, work.backward, work.weight or (0.0,) * chunks])
+    weight = work.weight or (0.0,) * chunks
+    whole = tuple(map(sum, zip(work.backward, weight)))
+    seconds = np.array([work.forward, whole, work.backward, weight])
     at = np.full((4, chunks, m), -1, np.int64)
     at[kind, k, mb] = np.arange(len(op))
     duration = np.rint(seconds[op, k] * NS_PER_S).astype(np.int64)
@@ -53,14 +55,17 @@ def pipeline(work: Work, orders: Orders) -> Arrays:
     edges[0] = tuple(np.delete(side, ends - 1) for side in edges[0])  # type: ignore[assignment]
     hops, total = [], len(op)
     for c in range(chunks - 1):
+        if work.ends(c):
+            continue
+        own = at[0, c] >= 0  # where pipelines share the devices, each chain has some of the micro-batches
         for row, (a, b) in ((0, (c, c + 1)), (1, (c + 1, c))):
-            made, used = at[row, a], at[row, b]
+            made, used = at[row, a][own], at[row, b][own]
             if work.home[c] == work.home[c + 1]:
                 edges.append((made, used))
                 continue
-            message = np.arange(total, total + m)
-            total += m
-            hops.append(np.full(m, round(work.hop(c) * NS_PER_S), np.int64))
+            message = np.arange(total, total + len(made))
+            total += len(made)
+            hops.append(np.full(len(made), round(work.hop(c) * NS_PER_S), np.int64))
             edges += [(made, message), (message, used)]
     before, after = (np.concatenate(side) for side in zip(*edges, strict=True))
     return Arrays.of(np.concatenate((duration, *hops)), before, after)
