@@ -11,13 +11,12 @@ import time
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from mixfleet.errors import InputError
 from mixfleet.model.families import build
 from mixfleet.run import checkpoint
-from mixfleet.run.checkpoint import Reader, State, export, latest, save, shapes
-from mixfleet.run.modules import build_blocks, initial_values
+from mixfleet.run.checkpoint import Reader, Saving, State, latest, shapes
+from mixfleet.run.modules import initial_values
 
 torch.set_num_threads(1)
 MODEL = build({"style": "gpt", "layers": 2, "hidden": 12, "heads": 2, "ffn": 22, "vocab": 31, "max_seq_len": 9})
@@ -46,7 +45,7 @@ def pieces_of(ranks, seed=0, shuffle=0):
     return found
 
 
-def write(root, step=100, ranks=3, seed=0, keep=2, pieces=None, model=MODEL):
+def write(root, step=100, ranks=3, seed=0, keep=2, pieces=None, model=MODEL, background=False):
     state = State(step=step, position=step * 7, seed=1, optimizer="adamw", extra={"updates": step})
     gathered = []
 
@@ -55,7 +54,7 @@ def write(root, step=100, ranks=3, seed=0, keep=2, pieces=None, model=MODEL):
         return gathered if len(gathered) == ranks else None
 
     for rank, mine in enumerate(pieces or pieces_of(ranks, seed, step)):
-        path = save(root, model, state, rank, mine, gather, keep=keep)
+        path = Saving(root, model, state, rank, mine, background=background).commit(gather, keep=keep)
     return path
 
 
@@ -118,19 +117,6 @@ def test_the_same_step_again_replaces_the_old(tmp_path):
     assert not before & set(tmp_path.rglob("*.safetensors"))
 
 
-def test_export_gives_the_modules_their_weights(tmp_path):
-    write(tmp_path)
-    path = export(tmp_path, MODEL)
-    assert path.name == "weights.safetensors"
-    found = load_file(path)
-    blocks = build_blocks(MODEL, range(len(MODEL.blocks)), seed=0)
-    expected = {f"{spec.name}.{name}": value for spec, block in zip(MODEL.blocks, blocks)
-                for name, value in block.named_parameters() if name != "lm.weight"}  # tied
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
-    assert export(tmp_path, MODEL, tmp_path / "mine.safetensors").exists()
-
-
 # --- broken saves ----------------------------------------------------------------------------------------------------
 
 
@@ -146,7 +132,7 @@ def test_a_save_that_fails_leaves_the_previous(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(InputError, match=r"step-00000300: cannot write the checkpoint: No space left"):
+    with pytest.raises(InputError, match=r"step-00000300/rank-00000-.*: cannot write the checkpoint: No space left"):
         write(tmp_path, 300)
     monkeypatch.undo()
     assert not list((tmp_path / "step-00000300").iterdir())

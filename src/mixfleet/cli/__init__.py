@@ -15,6 +15,7 @@ import click
 from mixfleet.cli.calibrate import calibrate
 from mixfleet.cli.compare import compare
 from mixfleet.cli.discover import discover
+from mixfleet.cli.export import export
 from mixfleet.cli.fit import fit
 from mixfleet.cli.plan import plan
 from mixfleet.cli.predict import predict
@@ -52,7 +53,7 @@ def cli() -> None:
     """
 
 
-for _command in (discover, show, fit, schedules, predict, plan, train, compare, validate, calibrate, testbed):
+for _command in (discover, show, fit, schedules, predict, plan, train, compare, export, validate, calibrate, testbed):
     cli.add_command(_command)
 
 

@@ -49,7 +49,9 @@ class Seats(NamedTuple):
 @click.option("--steps", type=click.IntRange(1), help="Step at which to end, instead of the job's.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder of checkpoints, metrics, traces.")
 @click.option("--resume", type=EXISTING, help="A checkpoint, or a folder of them; any plan may have written it.")
+@click.option("--init-from", type=EXISTING, help="Weights to start from: a transformers directory, or a checkpoint.")
 @click.option("--checkpoint-every", type=click.IntRange(0), default=0, help="Steps between them; 0: at the end.")
+@click.option("--async-save", is_flag=True, help="Write checkpoints while training goes on, from a copy in memory.")
 @click.option("--trace", is_flag=True, help="Record the last steps into the folder, beside the prediction.")
 @click.option("--trace-steps", type=click.IntRange(1), default=5, show_default=True, help="How many of them.")
 @click.option("--balance-every", type=click.IntRange(0), default=0,
@@ -64,9 +66,9 @@ class Seats(NamedTuple):
 @json_option
 @click.pass_obj
 def train(seats: Seats | None, plan: Path, job: Path | None, cluster: Path | None, steps: int | None,
-          out: Path | None, resume: Path | None, checkpoint_every: int, trace: bool, trace_steps: int,
-          balance_every: int, on_nan: OnNan, patience: float | None, local: bool, commands: bool,
-          as_json: bool) -> None:
+          out: Path | None, resume: Path | None, init_from: Path | None, checkpoint_every: int, async_save: bool,
+          trace: bool, trace_steps: int, balance_every: int, on_nan: OnNan, patience: float | None, local: bool,
+          commands: bool, as_json: bool) -> None:
     """Train by PLAN: starts local processes, or runs as one of the processes of torchrun."""
     from mixfleet.report import chrome, results
     from mixfleet.run import train as run
@@ -102,6 +104,7 @@ def train(seats: Seats | None, plan: Path, job: Path | None, cluster: Path | Non
         result = run(loaded.plan, loaded.job, loaded.cluster, steps=last, out_dir=out or "", resume=resume or "",
                      checkpoint_every=checkpoint_every, trace_steps=trace_steps if trace else 0,
                      base=loaded.job_path.parent, on_step=on_step, balance_every=balance_every, on_nan=on_nan,
+                     init_from=init_from or "", async_save=async_save,
                      enter=seats.enter if seats else None, patience_s=patience)
     if result is None:
         return

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shutil
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -78,6 +79,9 @@ class Index(Spec, frozen=True, kw_only=True):
 
     format: int
     model: str
+    family: str = ""
+    figures: dict[str, Any] = {}
+    """What the model was built from, so that a checkpoint can be exported by itself."""
     tensors: dict[str, TensorShape]
     state: State
     pieces: tuple[Entry, ...]
@@ -89,27 +93,70 @@ def shapes(model: Model) -> dict[str, TensorShape]:
             for block in model.blocks for p in block.params if not p.tied}
 
 
-def save(root: Path, model: Model, state: State, rank: int, pieces: Iterable[Piece],
-         gather: Callable[[list[Entry]], Sequence[list[Entry]] | None], *, keep: int = 2) -> Path:
-    """Write one checkpoint, all ranks together; every element of every kind comes from at least one rank.
+class Saving:
+    """A checkpoint that one rank of several writes; every element of every kind comes from at least one rank.
 
-    `gather` is called once on every rank: it returns all ranks' lists on the rank that commits, None on the others.
-    The newest `keep` checkpoints stay. Returns the checkpoint's directory. InputError if it cannot be written.
+    With `background` the pieces are copied to host memory, and a thread writes the copies while training goes on. Until
+    `commit` the checkpoint does not count, and the one before is what a reader finds. InputError names the file that
+    cannot be written: from here, or with `background` from `writing` and `commit`.
     """
-    directory = root / f"step-{state.step:08d}"
-    try:
-        entries = _write(directory, rank, pieces)
-        everything = gather(entries)
+
+    def __init__(self, root: Path, model: Model, state: State, rank: int, pieces: Iterable[Piece], *,
+                 background: bool = False) -> None:
+        self._root, self._model, self._state = root, model, state
+        self.directory = root / f"step-{state.step:08d}"
+        self._entries: list[Entry] = []
+        self._error: Exception | None = None
+        self._thread: threading.Thread | None = None
+        if background:
+            pieces = [(tensor, kind, lo, hi, data.detach().to("cpu", copy=True))
+                      for tensor, kind, lo, hi, data in pieces]
+            self._thread = threading.Thread(target=self._write, args=(rank, pieces), daemon=True)
+            self._thread.start()
+        else:
+            self._write(rank, pieces)
+            self._check()
+
+    def _write(self, rank: int, pieces: Iterable[Piece]) -> None:
+        try:
+            self._entries = _write(self.directory, rank, pieces)
+        except Exception as error:
+            self._error = error
+
+    def _check(self) -> None:
+        if self._error:
+            raise self._error
+
+    @property
+    def writing(self) -> bool:
+        """Whether this rank has something left to write."""
+        self._check()
+        return self._thread is not None and self._thread.is_alive()
+
+    def commit(self, gather: Callable[[list[Entry]], Sequence[list[Entry]] | None], *, keep: int = 2) -> Path:
+        """Wait for the writer, then make the checkpoint count, all ranks together; the newest `keep` stay.
+
+        `gather` is called once on every rank: it returns all ranks' lists on the rank that commits, None on the others.
+        Returns the checkpoint's directory.
+        """
+        if self._thread:
+            self._thread.join()
+        self._check()
+        everything = gather(self._entries)
         if everything is not None:
-            index = Index(format=FORMAT, model=model.name, tensors=shapes(model), state=state,
+            model = self._model
+            index = Index(format=FORMAT, model=model.name, family=model.family, figures=model.config,
+                          tensors=shapes(model), state=self._state,
                           pieces=tuple(entry for rank_entries in everything for entry in rank_entries))
             for gap in _gaps(index):
                 raise ValueError(f"the ranks did not give {gap}")
-            _commit(directory, index)
-            _prune(root, state.step, keep)
-    except OSError as error:
-        raise InputError(f"cannot write the checkpoint: {error.strerror or error}", where=str(directory)) from error
-    return directory
+            try:
+                _commit(self.directory, index)
+                _prune(self._root, self._state.step, keep)
+            except OSError as error:
+                raise InputError(f"cannot write the checkpoint: {error.strerror or error}",
+                                 where=str(self.directory)) from error
+        return self.directory
 
 
 def _write(directory: Path, rank: int, pieces: Iterable[Piece]) -> list[Entry]:
@@ -119,12 +166,15 @@ def _write(directory: Path, rank: int, pieces: Iterable[Piece]) -> list[Entry]:
     entries: list[Entry] = []
     save_id = os.urandom(4).hex()
     for number, batch in enumerate(_batches(chunks)):
-        directory.mkdir(parents=True, exist_ok=True)
         path = directory / f"rank-{rank:05d}-{save_id}-{number}.safetensors"
         names = [f"{kind}:{tensor}:{lo}" for tensor, kind, lo, *_ in batch]
-        with _removed_on_failure(path):
-            sums = _write_safetensors(path, [(name, data.dtype, tuple(data.shape))
-                                             for name, (*_, data) in zip(names, batch)], (data for *_, data in batch))
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            with removed_on_failure(path):
+                sums = write_safetensors(path, [(name, data.dtype, tuple(data.shape)) for name, (*_, data)
+                                                in zip(names, batch)], (data for *_, data in batch))
+        except OSError as error:
+            raise InputError(f"cannot write the checkpoint: {error.strerror or error}", where=str(path)) from error
         entries += [Entry(tensor=tensor, kind=kind, lo=lo, hi=hi, file=path.name, name=name, sha256=digest)
                     for name, digest, (tensor, kind, lo, hi, _) in zip(names, sums, batch)]
     return entries
@@ -144,13 +194,13 @@ def _batches(chunks: Iterable[Piece]) -> Iterator[list[Piece]]:
         yield batch
 
 
-def _write_safetensors(path: Path, tensors: list[tuple[str, torch.dtype, tuple[int, ...]]],
-                       data: Iterable[Tensor]) -> list[str]:
+def write_safetensors(path: Path, tensors: list[tuple[str, torch.dtype, tuple[int, ...]]],
+                      data: Iterable[Tensor], metadata: dict[str, str] | None = None) -> list[str]:
     """Stream tensors to a file, one in memory at a time; returns their SHA-256.
 
     The format is eight bytes of header length, a JSON header, and the data (safetensors documentation, "Format").
     """
-    header: dict[str, Any] = {}
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     end = 0
     for name, dtype, shape in tensors:
         start, end = end, end + torch.Size(shape).numel() * dtype.itemsize
@@ -298,27 +348,6 @@ class Reader:
         return safe_open(path, framework="pt")
 
 
-def export(path: Path, model: Model, output: Path | None = None) -> Path:
-    """The whole weights as one safetensors file for other tools, in torch shapes and the type they were saved in.
-
-    Names are `block.name.param.name`. Returns the file's path; by default `weights.safetensors` in the checkpoint.
-    """
-    reader = Reader(path)
-    reader.check(model)
-    output = output or reader.path / "weights.safetensors"
-    tensors = reader.index.tensors
-    heads = [(key.replace("/", "."), reader.read(key, "weights", 0, 0).dtype, found.shape)
-             for key, found in tensors.items()]
-    temporary = output.with_name(f".{output.name}.{os.urandom(4).hex()}")
-    try:
-        with _removed_on_failure(temporary):
-            _write_safetensors(temporary, heads, (reader.whole(key, "weights") for key in tensors))
-            os.replace(temporary, output)
-    except OSError as error:
-        raise InputError(f"cannot write it: {error.strerror or error}", where=str(output)) from error
-    return output
-
-
 def _read_index(path: Path) -> Index:
     try:
         signed = msgspec.json.decode(path.read_bytes(), type=_Signed)
@@ -363,9 +392,10 @@ def _raw(data: Tensor) -> memoryview:
 
 
 @contextlib.contextmanager
-def _removed_on_failure(path: Path) -> Iterator[None]:
+def removed_on_failure(path: Path) -> Iterator[None]:
+    """Of a file or directory that is written."""
     try:
         yield
     except BaseException:
-        path.unlink(missing_ok=True)
+        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
         raise

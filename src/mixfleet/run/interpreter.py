@@ -69,6 +69,8 @@ class StepResult(NamedTuple):
     """Whether some rank was asked to stop."""
     bytes_sent: int
     """Payload of all ranks since the same point of the step before."""
+    writing: bool = False
+    """Whether some rank was still writing a checkpoint when the step began."""
     skipped: bool = False
     """The gradient was not finite, and the step was not taken."""
     broken: bool = False
@@ -139,7 +141,7 @@ class Interpreter:
         self._reducing: deque[Unit] = deque()
         self._batches: Sequence[MicroBatch] = ()
         self._loss = torch.zeros((), dtype=torch.float64, device=self.device)
-        self._lr, self._factor, self._stop = 0.0, 0.0, False
+        self._lr, self._factor, self._stop, self._writing = 0.0, 0.0, False, False
         self._result: StepResult | None = None
         self.now: tuple[object, float] | None = None
         """What this rank is at, and since when by `time.monotonic`; None between steps."""
@@ -187,9 +189,11 @@ class Interpreter:
 
     # --- a step ----------------------------------------------------------------------------------------------------
 
-    def step(self, batches: Sequence[MicroBatch], lr: float, *, stop: bool = False) -> StepResult:
-        """One optimizer step on this rank's micro-batches. `stop` asks all ranks to stop after it."""
-        self._batches, self._lr, self._stop = batches, lr, stop
+    def step(self, batches: Sequence[MicroBatch], lr: float, *, stop: bool = False, writing: bool = False
+             ) -> StepResult:
+        """One optimizer step on this rank's micro-batches. `stop` asks all ranks to stop after it; `writing` tells them
+        that this one still writes a checkpoint."""
+        self._batches, self._lr, self._stop, self._writing = batches, lr, stop, writing
         self._loss.zero_()
         for unit in self.units.values():
             unit.taken = True
@@ -410,8 +414,8 @@ class Interpreter:
             valid = sum(self._valid(t) for _, t in self._batches) if counts else 0
             mine = torch.stack([self._loss if counts else torch.zeros_like(self._loss), square,
                                 square.new_tensor(valid), square.new_tensor(self._stop),
-                                square.new_tensor(self.fabric.newly_sent())])
-            loss, square_sum, tokens, stop, sent = self.fabric.sum(mine).tolist()
+                                square.new_tensor(self._writing), square.new_tensor(self.fabric.newly_sent())])
+            loss, square_sum, tokens, stop, writing, sent = self.fabric.sum(mine).tolist()
             factor = self.job.tokens_per_step / tokens / self.loss_scale if tokens else 0.0
             norm = square_sum**0.5 * factor
             broken = not math.isfinite(loss) or (self.job.precision != "fp16" and not math.isfinite(norm))
@@ -419,7 +423,7 @@ class Interpreter:
             clip = self.job.clip_norm
             self._factor = factor * min(1.0, clip / (norm + 1e-6)) if clip else factor
             self._result = StepResult(loss / tokens if tokens else 0.0, norm, int(tokens), stop > 0, int(sent),
-                                      skipped, broken)
+                                      writing > 0, skipped, broken)
 
     def _valid(self, targets: Tensor | None) -> int:
         if targets is None:

@@ -48,8 +48,12 @@ class Options(Spec, frozen=True, kw_only=True):
     """Where checkpoints, metrics and the trace go; empty writes nothing."""
     resume: str = ""
     """A checkpoint, or a directory that holds some (then the newest)."""
+    init_from: str = ""
+    """Weights to start from at step 0: a directory of `transformers`, or a checkpoint."""
     checkpoint_every: int = 0
     """Steps between checkpoints; 0 writes one at the end only."""
+    async_save: bool = False
+    """Checkpoints are copied to host memory and written while training goes on."""
     keep: int = 2
     trace_steps: int = 0
     """How many of the last steps to record."""
@@ -110,14 +114,13 @@ def train(plan: Plan, job: Job, cluster: Cluster, *, steps: int | None = None, o
           resume: Path | str = "", checkpoint_every: int = 0, keep: int = 2, trace_steps: int = 0,
           base: Path | str = "", source: Source | None = None, on_step: Callable[[StepMetrics], None] | None = None,
           enter: Enter | None = None, patience_s: float = 600.0, balance_every: int = 0, dead_band: float = 0.1,
-          on_nan: OnNan = "stop") -> TrainResult | None:
+          on_nan: OnNan = "stop", init_from: Path | str = "", async_save: bool = False) -> TrainResult | None:
     """Train by a plan: with local processes, one per device of the plan, or as one process under `torchrun`.
 
     `steps` is the step to end at, by default the job's. `base` is the directory of a relative `data.path`. `on_step`
     is called after every step, in the calling process (under torchrun, on the first rank). SIGINT and SIGTERM end
     the run after the step under way, with a checkpoint if there is an `out_dir`. `enter` is called first in every
-    local rank's process, with its rank, to take it where it belongs. `patience_s`, `balance_every`, `dead_band` and
-    `on_nan`: see `Options`.
+    local rank's process, with its rank, to take it where it belongs. The other settings: see `Options`.
     Returns None on all ranks of torchrun but the first. Raises InputError, and TrainError if a rank fails or dies.
     """
     reason = why_not(plan, job, cluster)
@@ -125,8 +128,10 @@ def train(plan: Plan, job: Job, cluster: Cluster, *, steps: int | None = None, o
         raise InputError(reason)
     options = Options(steps=job.steps if steps is None else steps, out_dir=str(out_dir), resume=str(resume),
                       checkpoint_every=checkpoint_every, keep=keep, trace_steps=trace_steps,
-                      balance_every=balance_every, dead_band=dead_band, on_nan=on_nan,
-                      patience_s=patience_s)
+                      balance_every=balance_every, dead_band=dead_band, on_nan=on_nan, init_from=str(init_from),
+                      async_save=async_save, patience_s=patience_s)
+    if resume and init_from:
+        raise InputError("give either resume or init_from: a resumed run has weights already")
     if out_dir:
         try:
             Path(out_dir).mkdir(parents=True, exist_ok=True)

@@ -24,8 +24,9 @@ from mixfleet.plan import Plan, why_not
 from mixfleet.program.layout import Layout
 from mixfleet.program.lower import lower
 from mixfleet.run.balance import Rebalance, apart, rebalance, with_samples
-from mixfleet.run.checkpoint import Entry, Reader, State, save
+from mixfleet.run.checkpoint import Reader, Saving, State
 from mixfleet.run.collective import Fabric
+from mixfleet.run.huggingface import open_weights
 from mixfleet.run.interpreter import Interpreter, MicroBatch
 from mixfleet.run.launch import Failure, Options, RankReport, TrainResult
 from mixfleet.run.metrics import StepMetrics
@@ -76,6 +77,8 @@ class Rank:
         samples = [plan.pipelines[p].samples for p, _ in plan.replicas]
         self._from = sum(samples[:self.place.replica])
         self.step = 0
+        self.saving: Saving | None = None
+        """The checkpoint under way."""
 
     def balance(self, steps: int, band: float) -> Rebalance | None:
         """Give samples of slow replicas to fast ones, by what they took in the last `steps`; None if all is well."""
@@ -114,12 +117,14 @@ class Rank:
         for peer in self._peers:
             self.fabric.count("T", peer, nbytes // len(self._peers))
 
-    def start(self, checkpoint: Path | None = None) -> None:
-        """Fill the state, from the source's first values or from a checkpoint written under any plan."""
+    def start(self, checkpoint: Path | None = None, weights: Path | None = None) -> None:
+        """Fill the state: from a checkpoint written under any plan; or from the source's first values, or the weights
+        of a directory (see `open_weights`), at step 0."""
         units = self.interpreter.units.values()
         if checkpoint is None:
+            read = open_weights(weights, self.job.model) if weights else self.source.initial
             for unit in units:
-                unit.fill(self.source.initial, moments=False)
+                unit.fill(read, moments=False)
             self.source.open(0, 0)
             return
         reader = Reader(checkpoint)
@@ -151,8 +156,9 @@ class Rank:
             at += size
         return found
 
-    def save(self, root: Path, keep: int) -> Path:
-        """Write a checkpoint, all ranks together."""
+    def save(self, root: Path, *, background: bool = False) -> None:
+        """Begin a checkpoint, all ranks together; the one before must be committed. With `background` it is written
+        while training goes on."""
         self.interpreter.now = f"the checkpoint of step {self.step}", time.monotonic()
         self.interpreter.finish()
         steps = next(iter(self.interpreter.units.values())).optimizer.steps
@@ -161,13 +167,17 @@ class Rank:
                       extra={"updates": steps, "loss_scale": self.interpreter.loss_scale,
                              "good_steps": self.interpreter.good_steps})
         pieces = (piece for unit in self.interpreter.units.values() for piece in unit.pieces())
-        path = save(root, self.job.model, state, self.rank, pieces, self._gather_entries, keep=keep)
+        self.saving = Saving(root, self.job.model, state, self.rank, pieces, background=background)
+        self.interpreter.now = None
+
+    def commit(self, keep: int) -> Path:
+        """Wait for all writers of the checkpoint under way, and make it count, all ranks together."""
+        assert self.saving is not None
+        self.interpreter.now = f"the checkpoint {self.saving.directory.name}", time.monotonic()
+        path, self.saving = self.saving.commit(self.gather, keep=keep), None
         dist.barrier(self.fabric.world)
         self.interpreter.now = None
         return path
-
-    def _gather_entries(self, entries: list[Entry]) -> list[list[Entry]] | None:
-        return self.gather(entries)
 
     def gather(self, mine: Any) -> list[Any] | None:
         """Everyone's objects, on the first rank."""
@@ -226,6 +236,13 @@ def train_loop(rank: Rank, options: Options, tell: Tell, stop: Callable[[], bool
     balanced: list[Rebalance] = []
     broken, timed = 0, -1
     rank.recorder.timed = options.balance_every > 0
+
+    def commit() -> None:
+        nonlocal checkpoint
+        checkpoint = rank.commit(options.keep)
+        if first:
+            tell(str(checkpoint))
+
     if first:
         tell(rank.step)
     while rank.step < options.steps and not stopping:
@@ -234,7 +251,8 @@ def train_loop(rank: Rank, options: Options, tell: Tell, stop: Callable[[], bool
         start = time.perf_counter_ns()
         lr = learning_rate(rank.job.optimizer, rank.step, rank.job.steps)
         batches, note = rank.batches(rank.step), ""
-        result = rank.interpreter.step(batches, lr, stop=stop())
+        writing = rank.saving is not None and rank.saving.writing
+        result = rank.interpreter.step(batches, lr, stop=stop(), writing=writing)
         if rank.recorder.on:
             rank.interpreter.finish()
         end = time.perf_counter_ns()
@@ -264,10 +282,13 @@ def train_loop(rank: Rank, options: Options, tell: Tell, stop: Callable[[], bool
             tell(StepMetrics(step=rank.step, loss=result.loss, tokens=result.valid, seconds=(end - start) / 1e9, lr=lr,
                              grad_norm=result.grad_norm, bytes_sent=result.bytes_sent, note=note))
         last = stopping or rank.step == options.steps
-        if root and (last or (options.checkpoint_every and rank.step % options.checkpoint_every == 0)):
-            checkpoint = rank.save(root, options.keep)
-            if first:
-                tell(str(checkpoint))
+        due = root and (last or (options.checkpoint_every and rank.step % options.checkpoint_every == 0))
+        if rank.saving and (due or not result.writing):
+            commit()
+        if root and due:
+            rank.save(root, background=options.async_save and not last)
+            if last or not options.async_save:
+                commit()
     rank.interpreter.finish()
     spans, memory = rank.recorder.stop()
     everything = rank.gather((spans, memory, rank.report(), rank.cluster.devices[rank.rank].name, bounds))
@@ -308,7 +329,7 @@ def run(plan: Plan, job: Job, cluster: Cluster, source: Source, options: Options
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", init_method=init_method,
                             rank=process, world_size=len(plan.ranks), timeout=_TIMEOUT)
     rank = Rank(apart(plan) if options.balance_every else plan, job, cluster, source, process)
-    rank.start(Path(options.resume) if options.resume else None)
+    rank.start(*(Path(given) if given else None for given in (options.resume, options.init_from)))
     watch = Watch(rank.interpreter, options.patience_s, give_up)
     result = train_loop(rank, options, tell, lambda: asked[0])
     dist.barrier()
