@@ -14,7 +14,7 @@ from mixfleet.errors import RunError
 from mixfleet.report import chrome
 from mixfleet.trace import Span, Trace
 
-COMMANDS = ("calibrate", "compare", "discover", "fit", "plan", "predict", "schedules", "show", "testbed",
+COMMANDS = ("calibrate", "compare", "discover", "export", "fit", "plan", "predict", "schedules", "show", "testbed",
             "train", "validate")
 SILENT = {("testbed", verb) for verb in ("run", "profile", "down", "fault")}
 """They have no result of their own to print: a file, another command's output, a deed."""

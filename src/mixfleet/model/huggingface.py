@@ -17,7 +17,7 @@ from mixfleet.model.spec import Model
 from mixfleet.model.transformer import TransformerConfig
 
 Form = Literal["joined", "transposed", "by head"]
-"""`joined` along the first dimension; `transposed` after that (Conv1D); `by head`: a head of all parts, the next, ..."""
+"""`joined` in the first dimension; `transposed` after that (Conv1D); `by head`: one head of all parts, the next ..."""
 
 
 class Weight(NamedTuple):
