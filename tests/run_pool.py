@@ -38,16 +38,17 @@ def job(global_batch: int = 6, **changes: Any) -> Job:
 
 
 def pipe(cuts: tuple[int, ...], *devices: tuple[int, ...], samples: int, micro_batch: int, tensor: tuple[int, ...] = (),
-         replicas: int = 1, recompute: str = "none") -> Pipeline:
+         replicas: int = 1, recompute: str = "none", context: int = 1, shares: tuple[int, ...] = ()) -> Pipeline:
     """A pipeline cut at `cuts`, first and last block included."""
     degrees = tensor or (1,) * len(devices)
-    return Pipeline(samples=samples, micro_batch=micro_batch, replicas=replicas, stages=tuple(
+    return Pipeline(samples=samples, micro_batch=micro_batch, replicas=replicas, context=context,
+                    context_shares=shares, stages=tuple(
         Stage(blocks=(cuts[i], cuts[i + 1]), devices=d, tensor=degrees[i], recompute=recompute)  # type: ignore[arg-type]
         for i, d in enumerate(devices)))
 
 
 def chunked(schedule: str, cuts: tuple[int, ...], *devices: tuple[int, ...], samples: int, micro_batch: int,
-            replicas: int = 1, tensor: int = 1, recompute: str = "none") -> Pipeline:
+            replicas: int = 1, tensor: int = 1, recompute: str = "none", context: int = 1) -> Pipeline:
     """A pipeline whose chunks, between `cuts`, lie on the stages as the schedule wants them."""
     home = SCHEDULES[schedule].place(len(devices), (len(cuts) - 1) // len(devices))
     stages = []
@@ -55,7 +56,8 @@ def chunked(schedule: str, cuts: tuple[int, ...], *devices: tuple[int, ...], sam
         first, *more = [(cuts[k], cuts[k + 1]) for k, h in enumerate(home) if h == s]
         stages.append(Stage(blocks=first, more=tuple(more), devices=d, tensor=tensor,
                             recompute=recompute))  # type: ignore[arg-type]
-    return Pipeline(stages=tuple(stages), samples=samples, micro_batch=micro_batch, replicas=replicas)
+    return Pipeline(stages=tuple(stages), samples=samples, micro_batch=micro_batch, replicas=replicas,
+                    context=context)
 
 
 def plan(*pipelines: Pipeline, sharding: tuple[int, int, int] = (1, 1, 1), schedule: str = "1f1b",
@@ -199,8 +201,8 @@ def expected_bytes(case: Case) -> dict[tuple[str, int, int], int]:
     layout, numbers = Layout(case.plan, case.job.model), Numbers.of(case.job)
     total: Counter[tuple[str, int, int]] = Counter()
     for role in lower(case.plan, case.job.model, layout).roles:
-        for replica in range(case.plan.pipelines[role.pipeline].replicas):
-            for rank in case.plan.pipelines[role.pipeline].stages[role.stage].ranks(replica):
+        for copy in range(case.plan.pipelines[role.pipeline].copies):
+            for rank in case.plan.pipelines[role.pipeline].stages[role.stage].ranks(copy):
                 for a in role.actions:
                     if a.op in ("G", "P", "R", "Y"):
                         size = (numbers.compute if a.op in "GP" else numbers.gradient).itemsize

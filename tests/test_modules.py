@@ -233,7 +233,7 @@ def deviation(model, group, dtype, log, **options):
     loss, grads = gradients(model, dtype=dtype, **options)
     log.clear()
     mine, partial = gradients(model, group, dtype=dtype, **options)
-    bytes_sent, worst = sum(n for _, n, _ in log), abs(mine - loss).item()
+    bytes_sent, worst = sum(sum(n) for _, n, _ in log), abs(mine - loss).item()
     for block, whole, part in zip(model.blocks, grads, partial):
         for spec in block.params:
             if spec.split is None:

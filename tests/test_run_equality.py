@@ -148,6 +148,31 @@ CASES = {
     "zero bubble v, mics with hop 1 behind weight halves": Case(
         plan(chunked("zb-v", (0, 1, 3, 4, 5), (0, 1), (2, 3), samples=3, micro_batch=1, replicas=2),
              schedule="zb-v", sharding=(2, 2, 2)), job(figures=_TIED, **_CLIP)),
+    "context 2": Case(plan(pipe((0, 5), (0, 1), samples=6, micro_batch=4, context=2)), job(figures=_QWEN, **_CLIP)),
+    "context 4, learned positions, selective recompute, masked": Case(
+        plan(pipe((0, 5), (0, 1, 2, 3), samples=6, micro_batch=6, context=4, recompute="selective")),
+        job(figures=_GPT2), masked=True),
+    "context 3, shares 2:1:1, zero-3": Case(
+        plan(pipe((0, 5), (0, 1, 2), samples=6, micro_batch=3, context=3, shares=(2, 1, 1)), sharding=(3, 3, 3)),
+        job(figures=_TIED, **_CLIP), masked=True),
+    "context 2 with tensor 2, window, full recompute": Case(
+        plan(pipe((0, 5), (0, 1, 2, 3), samples=6, micro_batch=4, tensor=(2,), context=2, shares=(3, 1),
+                  recompute="full")), job(figures={**_QWEN, "window": 3})),
+    "context 2 in two stages, shares 1:3": Case(
+        plan(pipe((0, 2, 5), (0, 1), (2, 3), samples=6, micro_batch=2, context=2, shares=(1, 3)), schedule="gpipe"),
+        job(figures=_TIED, **_CLIP)),
+    "context 2 beside tensor 2, zero-1 of three": Case(
+        plan(pipe((0, 5), (0, 1), samples=4, micro_batch=2, context=2, recompute="selective"),
+             pipe((0, 5), (2, 3), samples=2, micro_batch=1, tensor=(2,)), sharding=(1, 1, 3)), job(figures=_QWEN)),
+    "two replicas of context 2, zero-2 of four": Case(
+        plan(pipe((0, 5), (0, 1, 2, 3), samples=3, micro_batch=2, replicas=2, context=2), sharding=(1, 4, 4)),
+        job(figures=_TIED, **_CLIP), masked=True),
+    "two replicas of context 2, mics in twos, layered": Case(
+        plan(pipe((0, 5), (0, 1, 2, 3), samples=3, micro_batch=2, replicas=2, context=2), sharding=(2, 2, 2),
+             accumulation="layered"), job(attention="fused")),
+    "zero bubble h1, context 2": Case(
+        plan(chunked("zb-h1", (0, 2, 5), (0, 1), (2, 3), samples=6, micro_batch=1, context=2), schedule="zb-h1"),
+        job(figures=_GPT2)),
 }
 _references: dict[object, Reference] = {}
 

@@ -32,17 +32,20 @@ def _pipelines(draw: st.DrawFn) -> tuple[Pipeline, ...]:
     while rank < 4 and (not found or draw(st.booleans())):
         stages = draw(st.sampled_from([1, 1, 2]))
         degrees = [draw(st.sampled_from([1, 1, 2, 4])) for _ in range(stages)]
-        replicas = draw(st.sampled_from([1, 2, 3, 4]))
-        if rank + sum(degrees) * replicas > 4:
+        replicas, context = draw(st.sampled_from([(1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (1, 3), (4, 1)]))
+        if rank + sum(degrees) * replicas * context > 4:
             continue
+        shares = draw(st.just(()) | st.tuples(*[st.integers(1, 2)] * context))
         cuts = (0, draw(st.integers(1, 4)), 5) if stages == 2 else (0, 5)
         made = []
         for s, t in enumerate(degrees):
-            made.append(Stage(blocks=(cuts[s], cuts[s + 1]), devices=tuple(range(rank, rank + t * replicas)), tensor=t,
+            made.append(Stage(blocks=(cuts[s], cuts[s + 1]), tensor=t,
+                              devices=tuple(range(rank, rank + t * replicas * context)),
                               recompute=draw(st.sampled_from(_RECOMPUTE))))
-            rank += t * replicas
+            rank += t * replicas * context
         samples = draw(st.integers(1, 4))
-        found.append(Pipeline(stages=tuple(made), replicas=replicas, samples=samples,
+        found.append(Pipeline(stages=tuple(made), replicas=replicas, samples=samples, context=context,
+                              context_shares=shares,
                               micro_batch=draw(st.integers(1, samples))))
     return tuple(found)
 
@@ -50,7 +53,7 @@ def _pipelines(draw: st.DrawFn) -> tuple[Pipeline, ...]:
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     pipelines = draw(_pipelines())
-    n = sum(p.replicas for p in pipelines)
+    n = sum(p.copies for p in pipelines)
     w, g, o = sorted(draw(st.integers(1, n)) for _ in range(3))
     shares = draw(st.just(()) | st.tuples(*[st.integers(0, 5)] * n))
     plan = Plan(pipelines=pipelines, schedule=draw(st.sampled_from(["gpipe", "1f1b", "zb-h1"])),

@@ -25,6 +25,11 @@ CASES = {
         pipe((0, 5), (0, 1, 2), samples=2, micro_batch=1, replicas=3), sharding=(3, 3, 3), shares=(5, 1, 2)),
     "zero-3 of four, hierarchical": plan(
         pipe((0, 5), (0, 1, 2, 3), samples=2, micro_batch=1, replicas=4), sharding=(4, 4, 4), hierarchical=2),
+    "context 2 with tensor 2, shares 3:1, selective recompute": plan(
+        pipe((0, 5), (0, 1, 2, 3), samples=6, micro_batch=4, tensor=(2,), context=2, shares=(3, 1),
+             recompute="selective"), sharding=(2, 2, 2)),
+    "context 2 in two stages, full recompute": plan(
+        pipe((0, 2, 5), (0, 1), (2, 3), samples=6, micro_batch=4, context=2, shares=(1, 3), recompute="full")),
     "zero-2 of three": plan(pipe((0, 5), (0, 1, 2), samples=2, micro_batch=1, replicas=3), sharding=(1, 3, 3)),
 }
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from math import gcd, lcm
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -40,8 +41,9 @@ class Chunk(NamedTuple):
 class Stage(Spec, frozen=True, kw_only=True):
     """One or more ranges of blocks and the devices that hold them.
 
-    `devices` lists ranks of the cluster, `tensor` per replica of the pipeline: with 2 replicas and tensor degree 4
-    the first four belong to replica 0, the next four to replica 1.
+    `devices` lists ranks of the cluster, `tensor` per copy of the pipeline's weights (a replica, or under context
+    parallelism each part of one): with 2 replicas and tensor degree 4 the first four belong to replica 0, the next
+    four to replica 1.
     """
 
     blocks: tuple[int, int]
@@ -78,9 +80,9 @@ class Stage(Spec, frozen=True, kw_only=True):
     def holds(self, block: int) -> bool:
         return any(lo <= block < hi for lo, hi in self.chunks)
 
-    def ranks(self, replica: int) -> tuple[int, ...]:
-        """The tensor-parallel group of one replica, in order."""
-        return self.devices[replica * self.tensor:(replica + 1) * self.tensor]
+    def ranks(self, copy: int) -> tuple[int, ...]:
+        """The tensor-parallel group of one copy, in order."""
+        return self.devices[copy * self.tensor:(copy + 1) * self.tensor]
 
 
 class Pipeline(Spec, frozen=True, kw_only=True, dict=True):
@@ -94,6 +96,38 @@ class Pipeline(Spec, frozen=True, kw_only=True, dict=True):
     samples: int
     micro_batch: int
     replicas: int = 1
+    context: int = 1
+    """Parts into which every sequence is cut; each is computed with a copy of the weights, on devices of its own."""
+    context_shares: tuple[int, ...] = ()
+    """Ratio of the parts' lengths. Empty: equal parts."""
+
+    @property
+    def copies(self) -> int:
+        """Copies of the weights: the parts of replica 0, then those of replica 1 ..."""
+        return self.replicas * self.context
+
+    @property
+    def context_unit(self) -> int:
+        """Half a part is a multiple of this, so that every tensor group can cut a part evenly."""
+        return lcm(*(s.tensor // gcd(s.tensor, 2) for s in self.stages))
+
+    def spans(self, seq_len: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """The positions of each part, as [lo, hi).
+
+        Part i has a piece of the first half of the sequence and its mirror image in the second. Positions p and
+        `seq_len - 1 - p` see `seq_len + 1` keys together, so causal attention too is work in proportion to length.
+        """
+        if self.context == 1:
+            return (((0, seq_len),),)
+        shares = self.context_shares or (1,) * self.context
+        unit, whole = self.context_unit, sum(shares)
+        cells = seq_len // (2 * unit)
+        edges = [cells * end // whole * unit for end in accumulate(shares, initial=0)]
+        return tuple(((a, b), (seq_len - b, seq_len - a)) for a, b in pairwise(edges))
+
+    def tokens(self, seq_len: int, copy: int) -> int:
+        """Positions of a sequence that a copy computes."""
+        return seq_len if self.context == 1 else sum(b - a for a, b in self.spans(seq_len)[copy % self.context])
 
     @property
     def micro_batches(self) -> tuple[int, ...]:
@@ -153,8 +187,18 @@ class Plan(Spec, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def replicas(self) -> tuple[tuple[int, int], ...]:
-        """All data-parallel replicas as (pipeline, replica in it), in order: their index is the replica number."""
-        return tuple((p, r) for p, pipe in enumerate(self.pipelines) for r in range(pipe.replicas))
+        """All copies of the weights as (pipeline, copy in it), in order: their index is the replica number.
+
+        They are the data-parallel replicas; one that shares its sequences under context parallelism counts `context`
+        times, since state is sharded and gradients are summed over its parts as over replicas.
+        """
+        return tuple((p, r) for p, pipe in enumerate(self.pipelines) for r in range(pipe.copies))
+
+    @cached_property
+    def first_samples(self) -> tuple[int, ...]:
+        """Per replica number, the place in the global batch of its first sample."""
+        starts = [0, *accumulate(p.samples * p.replicas for p in self.pipelines)]
+        return tuple(starts[p] + r // self.pipelines[p].context * self.pipelines[p].samples for p, r in self.replicas)
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
@@ -233,8 +277,9 @@ def _reasons(plan: Plan, job: Job, cluster: Cluster) -> Iterator[str]:
         yield from _wrong_batch(pipeline, f"pipelines[{p}]")
         yield from _wrong_blocks(pipeline, job, f"pipelines[{p}]")
         yield from _wrong_schedule(pipeline, plan.schedule, f"pipelines[{p}]")
+        yield from _wrong_context(pipeline, job, f"pipelines[{p}]")
         for s, stage in enumerate(pipeline.stages):
-            yield from _wrong_stage(stage, pipeline.replicas, job, cluster, used, f"pipelines[{p}].stages[{s}]")
+            yield from _wrong_stage(stage, pipeline.copies, job, cluster, used, f"pipelines[{p}].stages[{s}]")
     if plan.global_batch != job.global_batch:
         yield (f"the pipelines take {plan.global_batch} sequences per step; the job's global batch is "
                f"{job.global_batch}. Change `samples` by {job.global_batch - plan.global_batch:+d} in all")
@@ -252,7 +297,7 @@ def _wrong_cluster(plan: Plan, cluster: Cluster) -> Iterator[str]:
 
 
 def _wrong_batch(pipeline: Pipeline, where: str) -> Iterator[str]:
-    for name in ("samples", "micro_batch", "replicas"):
+    for name in ("samples", "micro_batch", "replicas", "context"):
         if getattr(pipeline, name) < 1:
             yield f"{where}.{name} is {getattr(pipeline, name)}; it must be at least 1"
     if pipeline.micro_batch > pipeline.samples:
@@ -277,13 +322,32 @@ def _wrong_blocks(pipeline: Pipeline, job: Job, where: str) -> Iterator[str]:
                "head included)")
 
 
-def _wrong_stage(stage: Stage, replicas: int, job: Job, cluster: Cluster, used: dict[int, str],
+def _wrong_context(pipeline: Pipeline, job: Job, where: str) -> Iterator[str]:
+    if pipeline.context_shares and len(pipeline.context_shares) != pipeline.context:
+        yield (f"{where}.context_shares has {len(pipeline.context_shares)} numbers for {pipeline.context} parts of a "
+               "sequence; give one for each")
+    if pipeline.context_shares and min(pipeline.context_shares) < 1:
+        yield f"{where}.context_shares has {min(pipeline.context_shares)}; a share is at least 1"
+    if pipeline.context == 1 or min(s.tensor for s in pipeline.stages) < 1:
+        return
+    unit = 2 * pipeline.context_unit
+    if job.seq_len % unit:
+        yield (f"{where}.context is {pipeline.context}: parts of a sequence come in pairs of {unit // 2} positions for "
+               f"these tensor degrees, and {unit} does not divide {job.seq_len} positions")
+    elif job.seq_len // unit < pipeline.context:
+        yield (f"{where}.context is {pipeline.context}; {job.seq_len} positions of a sequence fall into at most "
+               f"{job.seq_len // unit} parts for these tensor degrees")
+    elif not all(b - a for spans in pipeline.spans(job.seq_len) for a, b in spans):
+        yield f"{where}.context_shares leaves a part of the sequence without a position; take less unequal shares"
+
+
+def _wrong_stage(stage: Stage, copies: int, job: Job, cluster: Cluster, used: dict[int, str],
                  where: str) -> Iterator[str]:
     if stage.tensor < 1:
         yield f"{where}.tensor is {stage.tensor}; it must be at least 1"
-    elif len(stage.devices) != replicas * stage.tensor:
-        yield (f"{where}.devices lists {len(stage.devices)} devices; {replicas} replicas of tensor degree "
-               f"{stage.tensor} need {replicas * stage.tensor}")
+    elif len(stage.devices) != copies * stage.tensor:
+        yield (f"{where}.devices lists {len(stage.devices)} devices; {copies} replicas of tensor degree "
+               f"{stage.tensor} need {copies * stage.tensor} (parts of a sequence count as replicas)")
     for rank in stage.devices:
         if not 0 <= rank < len(cluster.devices):
             yield f"{where}.devices has {rank}; {cluster.name} has devices 0-{len(cluster.devices) - 1}"

@@ -122,24 +122,26 @@ def visible(op: Op, kv: float) -> float:
     return window - window * window / 2
 
 
-def op_s(op: Op, b: int, s: int, t: int, device: Device, precision: str, *, fused: bool = True) -> tuple[float, float]:
+def op_s(op: Op, b: int, s: int, t: int, device: Device, precision: str, *, fused: bool = True,
+         context: float = 1) -> tuple[float, float]:
     """Seconds of one operator, forward and backward, for micro-batch b, sequence length s, tensor degree t.
 
-    `fused` concerns attention only. A fused backward computes five products for the forward's two (Dao, 2023).
+    The whole sequence is `context` times longer than s. `fused` concerns attention only. A fused backward computes
+    five products for the forward's two (Dao, 2023).
     """
-    dtype = compute_dtype(device, precision)
+    dtype, shape = compute_dtype(device, precision), (b, s, t, context)
     element = 4 if op.kind == "loss" else PRECISIONS[precision].compute_bytes
-    flops, back_flops = op.flops.at(b, s, t), op.backward_flops.at(b, s, t)
-    nbytes, back_bytes = element * op.traffic.at(b, s, t), element * op.backward_traffic.at(b, s, t)
+    flops, back_flops = op.flops.at(*shape), op.backward_flops.at(*shape)
+    nbytes, back_bytes = element * op.traffic.at(*shape), element * op.backward_traffic.at(*shape)
     peak = device.flops[dtype] if op.kind in ("gemm", "attention") else device.vector_flops
     gap = _gap_s(device) / device.share
     kernels, back_kernels = launches(op, fused)
-    learned = _learned_s(op, b, s, t, device, dtype, fused)
+    learned = _learned_s(op, shape, device, dtype, fused)
     if learned:
         forward, backward = (seconds / SUSTAINED["gpu"] / device.share for seconds in learned)
         return forward + kernels * gap, backward + (back_kernels * gap if back_flops else 0.0)
     if op.kind == "attention":
-        q, kv, heads, batch = (op.shape[name].at(b, s, t) for name in ("q", "kv", "heads", "batch"))
+        q, kv, heads, batch = (op.shape[name].at(*shape) for name in ("q", "kv", "heads", "batch"))
         back_flops = (2.5 if fused else 2.0) * flops
         if fused:
             part = visible(op, kv)
@@ -160,20 +162,25 @@ def op_s(op: Op, b: int, s: int, t: int, device: Device, precision: str, *, fuse
 _LEARNED = ("fp32", "tf32", "fp16", "bf16")
 
 
-def _learned_s(op: Op, b: int, s: int, t: int, device: Device, dtype: str, fused: bool) -> tuple[float, float] | None:
+def _learned_s(op: Op, size: tuple[int, int, int, float], device: Device, dtype: str,
+               fused: bool) -> tuple[float, float] | None:
     """Seconds of an operator alone, without its launch, forward and backward; None where the roofline is to answer.
 
-    The gradients of a product are two products. Fused attention's backward computes five products for two.
+    The gradients of a product are two products. Fused attention's backward computes five products for two. Causal
+    queries of a part of the sequence, which lies mirrored about its middle, see half of all keys on average: as many
+    as queries at the end of a shorter sequence.
     """
     if device.kind != "gpu" or op.kind in device.efficiency or dtype not in _LEARNED:
         return None
-    shape = {name: max(1.0, size.at(b, s, t)) for name, size in op.shape.items()}
+    shape = {name: max(1.0, length.at(*size)) for name, length in op.shape.items()}
     if op.kind == "gemm":
         forward, inputs, weights = _products_s(*(shape[x] for x in ("batch", "m", "n", "k")), device, dtype)
-        flops = op.flops.at(b, s, t)
-        passes = op.backward_flops.at(b, s, t) / flops if flops else 0.0
+        flops = op.flops.at(*size)
+        passes = op.backward_flops.at(*size) / flops if flops else 0.0
         return forward, inputs * min(passes, 1) + weights * max(passes - 1, 0)
     if op.kind == "attention" and fused and dtype in ("fp16", "bf16"):
+        if op.causal and size[3] != 1:
+            shape["kv"] = (shape["kv"] + shape["q"]) / 2
         forward = _attention_s(*(shape[x] for x in ("batch", "q", "kv", "heads", "kv_heads", "qk_dim", "v_dim")),
                                op.causal, op.window, device, dtype)
         return forward, 2.5 * forward
@@ -204,25 +211,25 @@ def _attention_s(batch: float, q: float, kv: float, heads: float, kv_heads: floa
 
 
 def block_cost(block: Block, micro_batch: int, seq_len: int, tensor: int, device: Device, job: Job,
-               recompute: Recompute = "none") -> BlockCost:
+               recompute: Recompute = "none", context: float = 1) -> BlockCost:
     """Seconds of a block of `job.model` for one micro-batch on one rank of a tensor-parallel group.
 
-    Recompute repeats the whole forward if full, the attention cores if selective. Remembered per job, block kind,
-    device and shape.
+    The rank has `seq_len` positions of a sequence that is `context` times longer. Recompute repeats the whole forward
+    if full, the attention cores if selective. Remembered per job, block kind, device and shape.
     """
     memory: dict[tuple[object, ...], BlockCost] = job.__dict__.setdefault("_block_costs", {})
-    key = (block.kind, micro_batch, seq_len, tensor, device, recompute)
+    key = (block.kind, micro_batch, seq_len, tensor, device, recompute, context)
     if key not in memory:
-        memory[key] = _block_cost(block, micro_batch, seq_len, tensor, device, job, recompute)
+        memory[key] = _block_cost(block, micro_batch, seq_len, tensor, device, job, recompute, context)
     return memory[key]
 
 
 def _block_cost(block: Block, micro_batch: int, seq_len: int, tensor: int, device: Device, job: Job,
-                recompute: Recompute) -> BlockCost:
+                recompute: Recompute, context: float) -> BlockCost:
     forward = backward = core = weights = host = back_host = 0.0
     fused = fused_attention(device, job)
     for op in block.ops:
-        f, g = op_s(op, micro_batch, seq_len, tensor, device, job.precision, fused=fused)
+        f, g = op_s(op, micro_batch, seq_len, tensor, device, job.precision, fused=fused, context=context)
         forward, backward = forward + f, backward + g
         core += f if op.kind == "attention" else 0.0
         weights += g / 2 if op.kind == "gemm" else 0.0
@@ -232,7 +239,7 @@ def _block_cost(block: Block, micro_batch: int, seq_len: int, tensor: int, devic
     if device.kind == "gpu":
         forward, backward = max(forward, host), max(backward, back_host)
     measured = [m for m in device.block_times if m.block == block.kind and m.seq_len == seq_len
-                and m.precision == job.precision and m.tensor == tensor]
+                and m.precision == job.precision and m.tensor == tensor and context == 1]
     if measured:
         core_part = core / forward if forward else 0.0
         forward, backward = _measured_s(measured, micro_batch)

@@ -61,27 +61,35 @@ def state_bytes(job: Job, weights: int, gradients: int, optimizer: int, start: S
 
 
 def saved_bytes(block: Block, micro_batch: int, seq_len: int, tensor: int, device: Device, job: Job,
-                recompute: Recompute = "none") -> int:
-    """Bytes that one micro-batch keeps from the forward of a block to its backward."""
+                recompute: Recompute = "none", context: float = 1) -> int:
+    """Bytes that one micro-batch keeps from the forward of a block to its backward.
+
+    Here as below, a rank has `seq_len` positions of a sequence that is `context` times longer.
+    """
     fused = fused_attention(device, job)
     kept = _KEPT[recompute]
     return round(sum(
-        tensor_.size.at(micro_batch, seq_len, tensor) * (tensor_.bytes_per_element or job.bytes.compute_bytes)
+        tensor_.size.at(micro_batch, seq_len, tensor, context) * (tensor_.bytes_per_element or job.bytes.compute_bytes)
         for tensor_ in block.saved if tensor_.until in kept and not (fused and tensor_.unfused_only)))
 
 
 def recompute_bytes(block: Block, micro_batch: int, seq_len: int, tensor: int, device: Device, job: Job,
-                    recompute: Recompute) -> int:
+                    recompute: Recompute, context: float = 1) -> int:
     """Bytes that the backward of one block brings back for its own duration: what recompute had dropped."""
-    whole, kept = (saved_bytes(block, micro_batch, seq_len, tensor, device, job, mode) for mode in ("none", recompute))
+    whole, kept = (saved_bytes(block, micro_batch, seq_len, tensor, device, job, mode, context)
+                   for mode in ("none", recompute))
     return whole - kept
 
 
-def workspace_bytes(block: Block, micro_batch: int, seq_len: int, tensor: int, device: Device, job: Job) -> int:
+def workspace_bytes(block: Block, micro_batch: int, seq_len: int, tensor: int, device: Device, job: Job,
+                    context: float = 1) -> int:
     """Bytes of temporaries while the block computes: the fp32 softmax over the vocabulary in a head, gradients inside
-    an MLP, or scores and their gradient in attention that is not fused; at least the gradient that goes on."""
-    shape = (micro_batch, seq_len, tensor)
+    an MLP, of all keys and values of a shared sequence, or scores and their gradient in attention that is not fused;
+    at least the gradient that goes on."""
+    shape = (micro_batch, seq_len, tensor, context)
     others = [block.temporaries.at(*shape), block.boundary.at(*shape)]
+    if context != 1:
+        others.append(sum(c.size.at(*shape) for c in block.context_comm if c.phase == "backward"))
     if not fused_attention(device, job):
         others.append(block.unfused_temporaries.at(*shape))
     return round(block.workspace.at(*shape) * block.workspace_bytes_per_element

@@ -23,7 +23,7 @@ from mixfleet.model.parts import (
     residual,
     scatter,
 )
-from mixfleet.model.spec import B, Block, Op, Param, S, Size, T, TensorComm
+from mixfleet.model.spec import WHOLE, B, Block, Op, Param, S, Size, T, TensorComm
 from mixfleet.model.transformer import TransformerConfig
 
 
@@ -46,7 +46,8 @@ def _block(name: str, role: str, c: TransformerConfig, part: Part, *, boundary: 
     content = msgspec.json.encode((part.params, part.ops, part.saved, part.comms))
     return Block(name=name, kind=f"{role}@{sha256(content).hexdigest()[:8]}", params=part.params, ops=part.ops,
                  saved=part.saved, boundary=boundary, workspace=workspace or Size(), temporaries=temporaries or Size(),
-                 unfused_temporaries=unfused_temporaries or Size(), tensor_comm=part.comms)
+                 unfused_temporaries=unfused_temporaries or Size(), tensor_comm=part.comms,
+                 context_comm=part.context)
 
 
 def _embedding(c: TransformerConfig) -> Part:
@@ -112,7 +113,7 @@ def _layer(c: TransformerConfig, routed: bool, window: int) -> Block:
     if routed and c.experts:
         wide = c.experts.per_token * c.experts.ffn + c.experts.shared_ffn
     gradients = ROWS * wide * (2 if c.gated else 1) / T + ROWS * c.hidden
-    scores = next(B * op.shape["heads"] * S * S for op in part.ops if op.kind == "attention")
+    scores = next(B * op.shape["heads"] * S * WHOLE for op in part.ops if op.kind == "attention")
     freed = sum((s.size for s in part.saved if s.name.startswith("mlp.")), Size())
     role = "layer" + (".moe" if routed else "") + (".window" if window else "")
     return _block("", role, c, part, boundary=SHARD * c.hidden, temporaries=gradients,

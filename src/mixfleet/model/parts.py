@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from mixfleet.model.spec import B, Op, Param, S, Saved, Size, T, TensorComm
+from mixfleet.model.spec import WHOLE, B, Op, Param, S, Saved, Size, T, TensorComm
 from mixfleet.model.transformer import Experts, Latent, TransformerConfig
 
 ROWS = B * S
@@ -26,10 +26,11 @@ class Part:
     ops: tuple[Op, ...] = ()
     saved: tuple[Saved, ...] = ()
     comms: tuple[TensorComm, ...] = ()
+    context: tuple[TensorComm, ...] = ()
 
     def __add__(self, other: Part) -> Part:
         return Part(self.params + other.params, self.ops + other.ops, self.saved + other.saved,
-                    self.comms + other.comms)
+                    self.comms + other.comms, self.context + other.context)
 
 
 def keep(name: str, size: Size, until: Literal["none", "selective", "full"] = "selective",
@@ -129,22 +130,28 @@ def attention(c: TransformerConfig, window: int, input_part: Part) -> Part:
 def core(heads: int, kv_heads: int, qk_dim: int, v_dim: int, window: int, *, causal: bool) -> Part:
     """softmax(q k / sqrt(d)) v of [B, heads / T, S]; its output is kept as the next projection's input.
 
-    Backward counts the four products of the formula; a fused kernel computes the scores once more.
+    Backward counts the four products of the formula; a fused kernel computes the scores once more. Under context
+    parallelism the queries are those of a part, and the keys and values of the whole sequence are gathered; they are
+    kept, unless the core is computed again, which gathers again.
     """
     local, local_kv = Size.of(heads) / T, Size.of(kv_heads) / T
-    scores = B * local * S * S
+    scores = B * local * S * WHOLE
     flops = 2 * scores * (qk_dim + v_dim)
-    read_write = B * S * (local * (qk_dim + v_dim) + local_kv * (qk_dim + v_dim))
+    keys = B * local_kv * (qk_dim + v_dim)
+    read_write = B * S * local * (qk_dim + v_dim) + keys * WHOLE
     op = Op(name="attention.core", kind="attention", flops=flops, backward_flops=2 * flops, traffic=read_write,
             backward_traffic=2 * read_write + B * S * local * v_dim, causal=causal, window=window,
-            shape={"batch": B, "heads": local, "kv_heads": local_kv, "q": S, "kv": S, "qk_dim": Size.of(qk_dim),
+            shape={"batch": B, "heads": local, "kv_heads": local_kv, "q": S, "kv": WHOLE, "qk_dim": Size.of(qk_dim),
                    "v_dim": Size.of(v_dim)})
     eager = [Saved(name="attention.probabilities", size=scores, until="none", unfused_only=True),
-             Saved(name="attention.mask", size=S * S, until="none", bytes_per_element=1, unfused_only=True)]
+             Saved(name="attention.mask", size=S * WHOLE, until="none", bytes_per_element=1, unfused_only=True)]
     if heads != kv_heads:  # the products need every query head's own copy
-        eager.append(Saved(name="attention.repeated_kv", size=B * S * (heads - kv_heads) * (qk_dim + v_dim) / T,
+        eager.append(Saved(name="attention.repeated_kv", size=B * WHOLE * (heads - kv_heads) * (qk_dim + v_dim) / T,
                            until="none", unfused_only=True))
-    return Part(ops=(op,), saved=(
+    exchange = (TensorComm(op="all_gather", phase="forward", size=keys * WHOLE),
+                TensorComm(op="reduce_scatter", phase="backward", size=keys * WHOLE))
+    return Part(ops=(op,), context=exchange, saved=(
+        Saved(name="attention.kv_of_others", size=keys * WHOLE + -1 * keys * S, until="none"),
         *eager,
         Saved(name="attention.logsumexp", size=B * local * S, until="none", bytes_per_element=4),
         Saved(name="attention.out", size=B * local * S * v_dim)))

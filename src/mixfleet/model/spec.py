@@ -1,7 +1,8 @@
 """The language of models.
 
-Sizes are symbolic in micro-batch `b`, sequence length `s` and tensor-parallel degree `t`, so that a model is built
-once and priced for any plan. A `Size` is a sum of monomials `coefficient * b^i * s^j / t^k`.
+Sizes are symbolic in micro-batch `b`, sequence length `s`, tensor-parallel degree `t` and context ratio `c`, so that a
+model is built once and priced for any plan. A `Size` is a sum of monomials `coefficient * b^i * s^j * c^l / t^k`.
+Under context parallelism `s` is the part of a sequence that one rank has, and `c` how many times longer the whole is.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from mixfleet.spec import Spec
 
 
 class Term(NamedTuple):
-    """`coef * b**b * s**s / t**t`"""
+    """`coef * b**b * s**s * c**c / t**t`"""
 
     coef: float
     b: int = 0
     s: int = 0
     t: int = 0
+    c: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,7 @@ class Size:
         return value if isinstance(value, Size) else Size((Term(value),) if value else ())
 
     def __add__(self, other: Size | float) -> Size:
-        coefs: dict[tuple[int, int, int], float] = {}
+        coefs: dict[tuple[int, int, int, int], float] = {}
         for term in self.terms + Size.of(other).terms:
             coefs[term[1:]] = coefs.get(term[1:], 0) + term.coef
         return Size(tuple(Term(c, *powers) for powers, c in sorted(coefs.items())))
@@ -45,7 +47,7 @@ class Size:
         total = Size()
         for x in self.terms:
             for y in Size.of(other).terms:
-                total += Size((Term(x.coef * y.coef, x.b + y.b, x.s + y.s, x.t + y.t),))
+                total += Size((Term(x.coef * y.coef, x.b + y.b, x.s + y.s, x.t + y.t, x.c + y.c),))
         return total
 
     def __rmul__(self, other: float) -> Size:
@@ -53,15 +55,19 @@ class Size:
 
     def __truediv__(self, other: Size | float) -> Size:
         (d,) = Size.of(other).terms
-        return Size(tuple(Term(x.coef / d.coef, x.b - d.b, x.s - d.s, x.t - d.t) for x in self.terms))
+        return Size(tuple(Term(x.coef / d.coef, x.b - d.b, x.s - d.s, x.t - d.t, x.c - d.c) for x in self.terms))
 
-    def at(self, b: float, s: float, t: float = 1) -> float:
-        """The value for micro-batch `b`, sequence length `s`, tensor degree `t`."""
-        return sum(x.coef * b**x.b * s**x.s / t**x.t for x in self.terms)
+    def at(self, b: float, s: float, t: float = 1, c: float = 1) -> float:
+        """The value for micro-batch `b`, sequence length `s` on a rank, tensor degree `t`, context ratio `c`."""
+        if c == 1:
+            return sum(x.coef * b**x.b * s**x.s / t**x.t for x in self.terms)
+        return sum(x.coef * b**x.b * s**x.s * c**x.c / t**x.t for x in self.terms)
 
 
 B, S, T = Size((Term(1, 1),)), Size((Term(1, 0, 1),)), Size((Term(1, 0, 0, -1),))
 """Micro-batch, sequence length, tensor degree: dividing by `T` shards."""
+WHOLE = Size((Term(1, 0, 1, 0, 1),))
+"""Length of the whole sequence, which is longer than `S` under context parallelism."""
 
 OpKind = Literal["gemm", "attention", "norm", "elementwise", "embedding", "softmax", "loss"]
 
@@ -124,7 +130,7 @@ class Saved(Spec, frozen=True, kw_only=True):
 
 
 class TensorComm(Spec, frozen=True, kw_only=True):
-    """A collective inside the tensor-parallel group; it carries `size` elements in total (the gathered tensor).
+    """A collective inside a tensor or context group; it carries `size` elements in total (the gathered tensor).
 
     `bytes_per_element` is None for the compute type, 4 for fp32 (or the compute type, if that is wider).
     """
@@ -154,6 +160,8 @@ class Block(Spec, frozen=True, kw_only=True, dict=True):
     unfused_temporaries: Size = Size()
     """The same where attention is not fused and its scores are the peak; the larger of the two counts."""
     tensor_comm: tuple[TensorComm, ...] = ()
+    context_comm: tuple[TensorComm, ...] = ()
+    """Keys and values, and their gradients, among the ranks that hold parts of one sequence."""
 
     @cached_property
     def count(self) -> int:

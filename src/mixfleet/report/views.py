@@ -201,6 +201,7 @@ def plan(this: Plan, on: Cluster | None = None) -> View:
     rows = []
     for p, pipe in enumerate(this.pipelines):
         name = f"{p}" + (f" (x {pipe.replicas})" if pipe.replicas > 1 else "")
+        name += f", context {pipe.context}" if pipe.context > 1 else ""
         for s, stage in enumerate(pipe.stages):
             known = on is not None and max(stage.devices, default=0) < len(on.devices)
             what = counted(on.devices[d].name for d in stage.devices) if on and known else str(len(stage.devices))

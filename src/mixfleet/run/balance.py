@@ -64,7 +64,9 @@ def rebalance(samples: Sequence[int], seconds: Sequence[float], *, band: float =
 def apart(plan: Plan) -> Plan:
     """The same plan with every replica as a pipeline of its own, so that each can take its own samples."""
     return plan.replace(pipelines=tuple(
-        pipeline.replace(replicas=1, stages=tuple(s.replace(devices=s.ranks(r)) for s in pipeline.stages))
+        pipeline.replace(replicas=1, stages=tuple(
+            s.replace(devices=s.devices[r * len(s.devices) // pipeline.replicas:
+                                        (r + 1) * len(s.devices) // pipeline.replicas]) for s in pipeline.stages))
         for pipeline in plan.pipelines for r in range(pipeline.replicas)))
 
 

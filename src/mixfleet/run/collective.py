@@ -231,10 +231,16 @@ class Groups:
         self.channels: dict[str, Any] = {c: self._make(plan.ranks) if cuda else self.world for c in CHANNELS}
         self.tensor: dict[int, Any] = {}
         """The tensor-parallel group of each rank that has one."""
+        self.context: dict[int, Any] = {}
+        """The group of each rank that shares its sequences: those of equal tensor index in the parts."""
         for pipeline in plan.pipelines:
             for stage in pipeline.stages:
-                for ranks in (stage.ranks(r) for r in range(pipeline.replicas) if stage.tensor > 1):
+                groups = [stage.ranks(r) for r in range(pipeline.copies)]
+                for ranks in groups if stage.tensor > 1 else ():
                     self.tensor.update(dict.fromkeys(ranks, self._make(ranks)))
+                for first in range(0, pipeline.copies, pipeline.context) if pipeline.context > 1 else ():
+                    for ranks in zip(*groups[first:first + pipeline.context]):
+                        self.context.update(dict.fromkeys(ranks, self._make(ranks)))
 
     def _make(self, ranks: Sequence[int]) -> Any:
         return dist.new_group([self._process[r] for r in ranks])

@@ -182,7 +182,8 @@ class Interpreter:
         other = self.pipeline.stages[peer]
         ranks = other.ranks(self.layout.plan.replicas[self.place.replica][1])
         shape = self.shape(self.stage.held[0], 1)
-        length = shape[1] if len(shape) > 2 else 1
+        length = self.pipeline.tokens(shape[1], self.layout.plan.replicas[self.place.replica][1]) if len(
+            shape) > 2 else 1
         start = length * self.place.tensor_index // self.stage.tensor
         return [(ranks[j], lo - start, hi - start)
                 for j, lo, hi in overlaps(length, self.stage.tensor, self.place.tensor_index, other.tensor)]

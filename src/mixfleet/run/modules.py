@@ -1,9 +1,10 @@
 """Decoder blocks in torch, with tensor and sequence parallelism, built from a `Model`.
 
 Block 0 maps tokens [b, s] to x; a layer maps x to x; the last block maps (x, targets [b, s]) to the sum of the token
-losses. x is [b, s/t, hidden]: sharded along the sequence in the tensor-parallel group. The parameters of a block are
-exactly those that its specification lists, each cut to this rank's slice. A parameter that is not cut sees only this
-rank's tokens or heads: the sum of its gradients over the group is its gradient. There is no dropout.
+losses. x is [b, s/t, hidden]: sharded along the sequence in the tensor-parallel group. Under context parallelism s
+counts the positions of this rank's part of the sequence; only attention looks beyond them. The parameters of a block
+are exactly those that its specification lists, each cut to this rank's slice. A parameter that is not cut sees only
+this rank's tokens or heads: the sum of its gradients over the group is its gradient. There is no dropout.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
 from mixfleet.errors import InputError
 from mixfleet.model.spec import Model, Param
 from mixfleet.model.transformer import TransformerConfig
 from mixfleet.plan import Recompute
-from mixfleet.run.tensor import ALONE, TensorGroup, cross_entropy, gather_sequence, scatter_sequence
+from mixfleet.run.tensor import ALONE, TensorGroup, cross_entropy, gather_keys, gather_sequence, scatter_sequence
 
 FAMILIES = ("decoder", "gpt2", "gpt_neox", "llama", "mistral", "opt", "qwen2", "qwen3")
 """Families that can be trained; every other one can be predicted and planned."""
@@ -137,6 +139,7 @@ class _Block(nn.Module):
     def __init__(self, config: TransformerConfig, group: TensorGroup, attention: str, *, selective: bool) -> None:
         super().__init__()
         self.config, self.group, self.fused, self.selective = config, group, attention == "fused", selective
+        self.context = group.context
 
     def params(self) -> dict[str, Tensor]:
         return dict(self.named_parameters())
@@ -178,7 +181,10 @@ class Embedding(_Block):
             x = x.masked_fill(~mine.unsqueeze(-1), 0)
         x = scatter_sequence(x, self.group)
         if self.config.position == "learned":
-            x = x + params["positions.weight"][self.config.position_offset:][self.group.slice_of(sequence)]
+            table = params["positions.weight"][self.config.position_offset:]
+            if self.context:
+                table = self.context.own(table, 0)
+            x = x + table[self.group.slice_of(sequence)]
         return x
 
 
@@ -204,13 +210,20 @@ class Layer(_Block):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if self.config.position == "rotary":
             rotated = int(head * self.config.rotary_fraction)
-            angles = _rotation(x.shape[1], rotated, self.config.rope_theta, x.dtype, x.device)
+            whole = sum(self.context.lengths) if self.context else x.shape[1]
+            angles = _rotation(whole, rotated, self.config.rope_theta, x.dtype, x.device)
+            if self.context:
+                angles = self.context.own(angles[0], 0), self.context.own(angles[1], 0)
             q, k = _rotate(q, *angles), _rotate(k, *angles)
+        core = self.shared_core if self.context else self.core
+        mixed: Tensor | tuple[Tensor, ...]
         if self.selective:
-            mixed: Tensor = checkpoint(self.core, q, k, v, use_reentrant=False, preserve_rng_state=False)
+            mixed = checkpoint(core, q, k, v, use_reentrant=False, preserve_rng_state=False)
         else:
-            mixed = self.core(q, k, v)
-        return F.linear(mixed.transpose(1, 2).flatten(2), params["attention.o.weight"])
+            mixed = core(q, k, v)
+        parts = [F.linear(part.transpose(1, 2).flatten(2), params["attention.o.weight"])
+                 for part in (mixed if isinstance(mixed, tuple) else (mixed,))]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     def core(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal attention, [b, heads/t, s, head_dim] for q and [b, kv_heads/t, s, head_dim] for k and v."""
@@ -220,11 +233,31 @@ class Layer(_Block):
             mask = _causal(sequence, window, q.device) if masked else None
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=not masked,
                                                   enable_gqa=q.shape[1] != k.shape[1])
+        return self._eager(q, k, v, _causal(sequence, window if masked else 0, q.device))
+
+    def shared_core(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        """The same where queries, keys and values are those of this rank's part of the sequence.
+
+        Queries of one span see all keys up to its end, so each span is a causal attention of its own.
+        """
+        assert self.context is not None
+        k, v = gather_keys(k, v, self.context)
+        sequence, window = k.shape[2], self.config.window
+        window = window if window < sequence else 0
+        if not self.fused:
+            return (self._eager(q, k, v, self.context.own(_causal(sequence, window, q.device), 0)),)
+        parts = torch.split(q, [hi - lo for lo, hi in self.context.mine], 2)
+        return tuple(F.scaled_dot_product_attention(
+            part, k[:, :, :hi], v[:, :, :hi], enable_gqa=q.shape[1] != k.shape[1],
+            attn_mask=causal_lower_right(hi - lo, hi) if q.is_cuda and not window else  # which a kernel knows
+            _bias(lo, hi, window, q.dtype, q.device)) for part, (lo, hi) in zip(parts, self.context.mine))
+
+    def _eager(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+        """With scores in full; `visible` [queries, keys] is true where a query may see a key."""
         groups = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         scores = (q @ k.transpose(2, 3)) * q.shape[-1] ** -0.5
-        scores = scores.masked_fill(~_causal(sequence, window if masked else 0, q.device), float("-inf"))
-        weights: Tensor = scores.softmax(-1)
+        weights: Tensor = scores.masked_fill(~visible, float("-inf")).softmax(-1)
         return weights @ v
 
     def feed_forward(self, x: Tensor, params: dict[str, Tensor]) -> Tensor:
@@ -276,3 +309,10 @@ def _causal(sequence: int, window: int, device: torch.device) -> Tensor:
     """True where a query [rows] may see a key [columns]: not later, and nearer than `window` (0 is any distance)."""
     distance = torch.arange(sequence, device=device).unsqueeze(1) - torch.arange(sequence, device=device)
     return (distance >= 0) & (distance < window) if window else distance >= 0
+
+
+@lru_cache(maxsize=8)
+def _bias(lo: int, hi: int, window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The same for queries [lo, hi) and all keys before `hi`, as what to add to scores; one for all layers."""
+    visible = _causal(hi, window, device)[lo:]
+    return torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(~visible, float("-inf"))

@@ -105,6 +105,8 @@ class ModulesSource:
     def modules(self, stage: Stage, group: TensorGroup, device: torch.device, *, fused: bool) -> list[nn.Module]:
         if stage.tensor > 1:
             raise InputError(f"tensor is {stage.tensor}; modules have no tensor parallelism, so it must be 1")
+        if group.context:
+            raise InputError(f"context is {group.context.size}; modules cannot share samples, so it must be 1")
         names = [block.name for block in self.job.model.blocks]
         self._first = {f"{name}/{leaf}": param.detach().clone() for name, module in zip(names, self.blocks)
                        for leaf, param in module.named_parameters()}

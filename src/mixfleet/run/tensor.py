@@ -9,19 +9,20 @@ all-gather is slower than the wire, so on gloo both are built from point-to-poin
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-OnComm = Callable[[str, int, float], None]
-"""Called after each collective with its name, the payload bytes this rank sent, and the seconds it took."""
+OnComm = Callable[[str, list[int], float], None]
+"""Called after each collective with its name, the payload bytes this rank sent to each other one, in order, and the
+seconds it took."""
 
 
 class TensorGroup:
-    """The ranks that share every layer of one replica of a stage. Without a process group it is one rank alone.
+    """The ranks that share every layer of one copy of a stage. Without a process group it is one rank alone.
 
     `rank` and `size` can be given without a process group to build (not run) the slices of one rank.
     """
@@ -32,6 +33,8 @@ class TensorGroup:
         self.rank = dist.get_rank(process_group) if process_group else rank
         self.size = dist.get_world_size(process_group) if process_group else size
         self.on_comm = on_comm
+        self.context: ContextGroup | None = None
+        """Those who hold the other parts of this group's sequences, where these are shared."""
         self._direct = process_group is not None and "gloo" in dist.get_backend(process_group)
 
     def slice_of(self, length: int) -> slice:
@@ -48,7 +51,7 @@ class TensorGroup:
         else:
             dist.all_gather_into_tensor(parts, x, group=self.process_group)
         whole = parts.movedim(0, 1).reshape(x.shape[0], -1, *x.shape[2:])
-        self._report("all_gather", (self.size - 1) * _nbytes(x), start)
+        self._report("all_gather", [_nbytes(x)] * (self.size - 1), start)
         return whole
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
@@ -66,18 +69,19 @@ class TensorGroup:
         else:
             shard = torch.empty_like(parts[0])
             dist.reduce_scatter_tensor(shard, parts, group=self.process_group)
-        self._report("reduce_scatter", (self.size - 1) * _nbytes(shard), start)
+        self._report("reduce_scatter", [_nbytes(shard)] * (self.size - 1), start)
         return shard
 
     def all_reduce(self, x: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
         """The sum (or maximum) over all ranks, in place."""
         start = time.perf_counter()
         dist.all_reduce(x, op, group=self.process_group)
-        self._report("all_reduce", 2 * (self.size - 1) * _nbytes(x) // self.size, start)
+        total, others = 2 * (self.size - 1) * _nbytes(x) // self.size, self.size - 1
+        self._report("all_reduce", [total * (i + 1) // others - total * i // others for i in range(others)], start)
         return x
 
-    def _exchange(self, outgoing: list[Tensor], incoming: list[Tensor]) -> None:
-        """Send one tensor to every other rank and receive one from each."""
+    def _exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
+        """Send one contiguous tensor to every other rank and receive one from each; their sizes may differ."""
         group = self.process_group
         assert group is not None
         messages = []
@@ -89,12 +93,54 @@ class TensorGroup:
         for message in dist.batch_isend_irecv(messages):
             message.wait()
 
-    def _report(self, op: str, nbytes: int, start: float) -> None:
+    def _report(self, op: str, nbytes: list[int], start: float) -> None:
         if self.on_comm:
             self.on_comm(op, nbytes, time.perf_counter() - start)
 
 
 ALONE = TensorGroup()
+
+
+class ContextGroup(TensorGroup):
+    """The ranks that hold parts of one sequence, at equal index of their tensor groups.
+
+    `spans` are the positions of every part (`Pipeline.spans`). Queries stay; keys and values go to everyone, so each
+    rank sends its own (parts - 1) times forward, and the gradients of all others' backward: as much as if they went
+    round a ring (Liu et al., 2023), in one turn.
+    """
+
+    def __init__(self, spans: Sequence[Sequence[tuple[int, int]]], process_group: dist.ProcessGroup | None = None, *,
+                 rank: int = 0, on_comm: OnComm | None = None) -> None:
+        super().__init__(process_group, rank=rank, size=len(spans), on_comm=on_comm)
+        self.spans = [list(part) for part in spans]
+        self.mine = self.spans[self.rank]
+        self.lengths = [sum(hi - lo for lo, hi in part) for part in self.spans]
+
+    def own(self, whole: Tensor, dim: int) -> Tensor:
+        """This rank's positions of a whole sequence."""
+        return torch.cat([whole.narrow(dim, lo, hi - lo) for lo, hi in self.mine], dim)
+
+    def gather_positions(self, x: Tensor) -> Tensor:
+        """Parts [b, heads, own positions, d] -> [b, heads, all positions, d]."""
+        start, x = time.perf_counter(), x.contiguous()
+        parts = [x if i == self.rank else x.new_empty(*x.shape[:2], n, x.shape[3]) for i, n in enumerate(self.lengths)]
+        self._exchange([x] * self.size, parts)
+        pieces = [(lo, piece) for spans, part in zip(self.spans, parts)
+                  for (lo, _), piece in zip(spans, torch.split(part, [b - a for a, b in spans], 2))]
+        whole = torch.cat([piece for _, piece in sorted(pieces, key=lambda p: p[0])], 2)
+        self._report("all_gather", [_nbytes(x)] * (self.size - 1), start)
+        return whole
+
+    def scatter_positions(self, whole: Tensor) -> Tensor:
+        """Partial sums [b, heads, all positions, d] -> this rank's positions of the sum, taken in the order of ranks,
+        in fp32 if they are shorter."""
+        start = time.perf_counter()
+        parts = [torch.cat([whole[:, :, lo:hi] for lo, hi in spans], 2) for spans in self.spans]
+        received = [parts[i] if i == self.rank else torch.empty_like(parts[self.rank]) for i in range(self.size)]
+        self._exchange(parts, received)
+        total = torch.stack(received).sum(0, dtype=wide(whole.dtype)).to(whole.dtype)
+        self._report("reduce_scatter", [_nbytes(p) for i, p in enumerate(parts) if i != self.rank], start)
+        return total
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -131,6 +177,17 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return ctx.group.all_gather(grad), None
+
+
+class _GatherPositions(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ContextGroup) -> Tensor:
+        ctx.group = group
+        return group.gather_positions(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.group.scatter_positions(grad), None
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -174,6 +231,13 @@ def gather_sequence(x: Tensor, group: TensorGroup) -> Tensor:
 def scatter_sequence(x: Tensor, group: TensorGroup) -> Tensor:
     """Partial sums [b, s, h] -> shard [b, s/t, h] of their sum; backward gathers the gradient."""
     return _apply(_Scatter, x, group) if group.size > 1 else x
+
+
+def gather_keys(k: Tensor, v: Tensor, group: ContextGroup) -> tuple[Tensor, Tensor]:
+    """[b, heads, own positions, d] -> [b, heads, all positions, d] for keys and values, in one message; backward sums
+    the ranks' gradients and keeps this rank's positions."""
+    k, v = _apply(_GatherPositions, torch.cat((k, v), -1), group).split((k.shape[-1], v.shape[-1]), -1)
+    return k, v
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, vocab: int, group: TensorGroup) -> Tensor:

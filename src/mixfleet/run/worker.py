@@ -33,7 +33,7 @@ from mixfleet.run.metrics import StepMetrics
 from mixfleet.run.optim import learning_rate
 from mixfleet.run.recorder import Recorder
 from mixfleet.run.source import Source
-from mixfleet.run.tensor import TensorGroup
+from mixfleet.run.tensor import ContextGroup, OnComm, TensorGroup
 from mixfleet.run.watch import Watch
 from mixfleet.trace import Trace
 
@@ -68,14 +68,19 @@ class Rank:
         self.pipeline = plan.pipelines[self.place.pipeline]
         stage = self.pipeline.stages[self.place.stage]
         copy = plan.replicas[self.place.replica][1]
-        self._peers = [r for r in stage.ranks(copy) if r != self.rank]
-        tensor = (TensorGroup(self.fabric.groups.tensor[self.rank], on_comm=self._on_comm) if self._peers
-                  else TensorGroup())
+        groups = self.fabric.groups
+        peers = [r for r in stage.ranks(copy) if r != self.rank]
+        tensor = TensorGroup(groups.tensor[self.rank], on_comm=self._counts("T", peers)) if peers else TensorGroup()
+        if self.pipeline.context > 1:
+            first = copy - copy % self.pipeline.context
+            sharing = [stage.ranks(first + x)[self.place.tensor_index] for x in range(self.pipeline.context)]
+            counts = self._counts("K", [r for r in sharing if r != self.rank])
+            tensor.context = ContextGroup(self.pipeline.spans(job.seq_len), groups.context[self.rank], on_comm=counts)
         modules = source.modules(stage, tensor, self.device, fused=fused_attention(spec, job))
+        self._context = tensor.context
         self.interpreter = Interpreter(self.program.role(self.place.pipeline, self.place.stage), job, self.layout,
                                        self.fabric, modules, source.shape, source.loss)
-        samples = [plan.pipelines[p].samples for p, _ in plan.replicas]
-        self._from = sum(samples[:self.place.replica])
+        self._from = plan.first_samples[self.place.replica]
         self.step = 0
         self.saving: Saving | None = None
         """The checkpoint under way."""
@@ -97,7 +102,7 @@ class Rank:
             self.plan, self.pipeline = plan, plan.pipelines[self.place.pipeline]
             self.program = lower(plan, self.job.model, self.layout)
             self.interpreter.follow(self.program.role(self.place.pipeline, self.place.stage), self.pipeline)
-            self._from = sum(after[:self.place.replica])
+            self._from = plan.first_samples[self.place.replica]
         return change
 
     def locate(self, batches: list[MicroBatch]) -> NotFinite:
@@ -112,10 +117,15 @@ class Rank:
         return NotFinite(f"step {self.step + 1} is not finite from block {block} ({self.job.model.blocks[block].name}) "
                          f"on, in {'backward' if backward else 'forward'} of micro-batch {mb} on rank {rank}", rank)
 
-    def _on_comm(self, op: str, nbytes: int, seconds: float) -> None:
-        self.recorder.ended("compute", op, "tensor", seconds)
-        for peer in self._peers:
-            self.fabric.count("T", peer, nbytes // len(self._peers))
+    def _counts(self, kind: str, peers: list[int]) -> OnComm:
+        """What counts the bytes that collectives inside blocks send to `peers`."""
+
+        def count(op: str, nbytes: list[int], seconds: float) -> None:
+            self.recorder.ended("compute", op, "tensor", seconds)
+            for peer, n in zip(peers, nbytes):
+                self.fabric.count(kind, peer, n)
+
+        return count
 
     def start(self, checkpoint: Path | None = None, weights: Path | None = None) -> None:
         """Fill the state: from a checkpoint written under any plan; or from the source's first values, or the weights
@@ -149,6 +159,8 @@ class Rank:
         for size in self.pipeline.micro_batches:
             if self.interpreter.is_first or self.interpreter.is_last:
                 inputs, targets = self.source.batch(step, at, at + size)
+                if self._context:
+                    inputs, targets = self._context.own(inputs, 1), self._context.own(targets, 1)
                 found.append((inputs.to(self.device) if self.interpreter.is_first else None,
                               targets.to(self.device) if self.interpreter.is_last else None))
             else:

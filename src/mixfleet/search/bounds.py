@@ -191,11 +191,11 @@ class _Prices:
         self._ports = Ports.of(tables.cluster)
         stages = [(pipe, one) for pipe in plan.pipelines for one in pipe.stages]
         self._alike = len({one.tensor for _, one in stages}) == 1
-        self._group_of = {rank: one.ranks(r) for pipe, one in stages for r in range(pipe.replicas)
+        self._group_of = {rank: one.ranks(r) for pipe, one in stages for r in range(pipe.copies)
                           for rank in one.ranks(r)}
         mine, node_of = plan.pipelines[pipeline].stages[stage], tables.cluster.node_of
         self._rank = mine.devices[0]
-        self._neighbours = [mine.ranks(r)[0] for r in range(plan.pipelines[pipeline].replicas)
+        self._neighbours = [mine.ranks(r)[0] for r in range(plan.pipelines[pipeline].copies)
                             if node_of[mine.ranks(r)[0]] == node_of[self._rank]]
         self._known: dict[tuple[object, ...], Busy] = {}
         self._kinds: dict[int, tuple[object, ...]] = {}

@@ -250,6 +250,9 @@ class Pricing:
         self._group_of: dict[int, int] = {}
         self._talk: dict[tuple[int, str, int, str], float] = {}
         self._neighbours: dict[tuple[int, int, int], list[int]] = {}
+        self._tokens = [plan.pipelines[x.pipeline].tokens(job.seq_len, plan.replicas[x.replica][1])
+                        for x in self._entities]
+        self._sharing: dict[int, tuple[object, ...]] = {}
         for e, entity in enumerate(self._entities):
             for node in {cluster.node_of[r] for r in entity.ranks}:
                 self._neighbours.setdefault((entity.pipeline, entity.stage, node), []).append(e)
@@ -278,7 +281,40 @@ class Pricing:
         """Entities of equal kind take equally long for the same action, transfers aside."""
         entity = self._entities[e]
         return (entity.pipeline, entity.stage, tuple([self._device[r] for r in entity.ranks]), self._group(e),
-                self._layout.share(entity.replica))
+                self._layout.share(entity.replica), self._shared_sequence(e))
+
+    def _parts_of(self, e: int) -> list[int]:
+        """The entities that hold the parts of the sequences of this one, in order; itself without context parallelism.
+        """
+        pipe = self._plan.pipelines[self._entities[e].pipeline]
+        mine = self._plan.replicas[self._entities[e].replica][1] % pipe.context
+        return [e + (part - mine) * len(pipe.stages) for part in range(pipe.context)]
+
+    def _shared_sequence(self, e: int) -> tuple[object, ...]:
+        """What tells apart the sets of entities that hold parts of one sequence: their parts, their devices, and how
+        long they need to exchange keys and values."""
+        parts = self._parts_of(e)
+        if len(parts) == 1:
+            return ()
+        if parts[0] not in self._sharing:
+            micro_batch = self._plan.pipelines[self._entities[e].pipeline].micro_batch
+            comms = {b.kind: b.context_comm for lo, hi in self._stage(e).chunks for b in self._job.model.blocks[lo:hi]}
+            self._sharing[parts[0]] = (
+                *((self._tokens[m], *(self._device[r] for r in self._entities[m].ranks)) for m in parts),
+                *(round(self._context_s(e, comm, micro_batch) * NS_PER_S) for kind in comms for comm in comms[kind]))
+        return (self._tokens[e], *self._sharing[parts[0]])
+
+    def _context_s(self, e: int, comm: TensorComm, micro_batch: int) -> float:
+        """Seconds of an exchange of keys and values; the ranks of equal tensor index and other replicas' sequences
+        exchange at the same time."""
+        ranks, tokens = self._entities[e].ranks, self._tokens[e]
+        nbytes = tensor_bytes(comm, micro_batch, tokens, len(ranks), self._job, self._job.seq_len / tokens)
+
+        def groups(member: int) -> list[tuple[int, ...]]:
+            return list(zip(*(self._entities[m].ranks for m in self._parts_of(member))))
+
+        rivals = dict.fromkeys(self._parts_of(rival)[0] for m in self._parts_of(e) for rival in self._rivals(m))
+        return self._together_s(comm, nbytes, groups(e)[0], [ranks for m in rivals for ranks in groups(m)])
 
     def _rivals(self, e: int) -> list[int]:
         """Entities of the same role with a rank in one of its nodes: their tensor groups talk at the same time."""
@@ -295,7 +331,8 @@ class Pricing:
             key: tuple[object, ...] = ()
             if len(ranks) > 1 and len(nodes) == 1:
                 node = self._cluster.nodes[nodes.pop()]
-                key = (self._number(node.link), tuple(self._device[r] for r in ranks), len(self._rivals(e)))
+                key = (self._number(node.link), tuple(self._device[r] for r in ranks), len(self._rivals(e)),
+                       self._tokens[e])
             elif len(ranks) > 1:  # what it takes tells them apart
                 micro_batch = self._plan.pipelines[self._entities[e].pipeline].micro_batch
                 comms = {b.kind: b.tensor_comm for lo, hi in self._stage(e).chunks
@@ -315,12 +352,17 @@ class Pricing:
 
     def _collective_s(self, e: int, comm: TensorComm, micro_batch: int) -> float:
         ranks = self._entities[e].ranks
-        nbytes = tensor_bytes(comm, micro_batch, len(ranks), self._job)
+        nbytes = tensor_bytes(comm, micro_batch, self._tokens[e], len(ranks), self._job)
+        return self._together_s(comm, nbytes, ranks, [self._entities[rival].ranks for rival in self._rivals(e)])
+
+    def _together_s(self, comm: TensorComm, nbytes: int, ranks: tuple[int, ...],
+                    everyone: list[tuple[int, ...]]) -> float:
+        """Seconds of a collective of `ranks` while all of `everyone` do the same."""
         ports = Ports.of(self._cluster)
         own = ports.loads(comm.op, nbytes, ranks)
         passing = dict.fromkeys(own.ports.tolist(), 0.0)
-        for rival in self._rivals(e):
-            other = ports.loads(comm.op, nbytes, self._entities[rival].ranks)
+        for others in everyone:
+            other = ports.loads(comm.op, nbytes, others)
             for port, seconds in zip(other.ports.tolist(), other.seconds.tolist()):
                 if port in passing:
                     passing[port] += seconds
@@ -340,25 +382,33 @@ class Pricing:
         return self._known[key]
 
     def _blocks(self, e: int, action: Action, micro_batch: int) -> list[tuple[str, float]]:
-        """A tensor group goes at the pace of its slowest device, block by block."""
-        ranks, stage, job = self._entities[e].ranks, self._stage(e), self._job
+        """A tensor group, and all who hold parts of the same sequences, go at the pace of the slowest device, block by
+        block."""
+        ranks, stage, job, together = self._entities[e].ranks, self._stage(e), self._job, self._parts_of(e)
         devices = list({self._device[r]: self._cluster.devices[r] for r in ranks}.values())
+        kinds = {(self._device[r], self._tokens[m]): self._cluster.devices[r]
+                 for m in together for r in self._entities[m].ranks}
         forward = backward = weight = recompute = tensor = 0.0
         for i in range(action.lo, action.hi):
-            costs = [block_cost(job.model.blocks[i], micro_batch, job.seq_len, len(ranks), d, job, stage.recompute)
-                     for d in devices]
+            block = job.model.blocks[i]
+            costs = [block_cost(block, micro_batch, tokens, len(ranks), d, job, stage.recompute, job.seq_len / tokens)
+                     for (_, tokens), d in kinds.items()]
             forward += max(c.forward_s for c in costs)
             backward += max(c.backward_s for c in costs)
             weight += max(c.weight_s for c in costs)
             if self._plan.sharding.gradients == 1:
-                adding = max(accumulate_s(job.model.blocks[i], len(ranks), d, job) for d in devices)
+                adding = max(accumulate_s(block, len(ranks), d, job) for d in devices)
                 backward, weight = backward + adding, weight + adding
             recompute += max(c.recompute_s for c in costs)
             if len(ranks) > 1 and action.op != W:
                 if action.op == F or stage.recompute == "full":
-                    tensor += self._tensor_s(e, job.model.blocks[i], micro_batch, "forward")
+                    tensor += max(self._tensor_s(m, block, micro_batch, "forward") for m in together)
                 if action.op != F:
-                    tensor += self._tensor_s(e, job.model.blocks[i], micro_batch, "backward")
+                    tensor += max(self._tensor_s(m, block, micro_batch, "backward") for m in together)
+            if len(together) > 1 and action.op != W:
+                tensor += sum(self._context_s(e, comm, micro_batch) for comm in block.context_comm
+                              if (comm.phase == "forward" and (action.op == F or stage.recompute != "none"))
+                              or (comm.phase == "backward" and action.op != F))
         if action.op == F:
             return [("forward", forward), ("tensor", tensor)]
         if action.op == W:

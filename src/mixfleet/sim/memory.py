@@ -106,10 +106,12 @@ def _inside(parts: Iterable[tuple[int, int]], wholes: Iterable[tuple[int, int]])
 
 
 def communicators(plan: Plan, pipeline: int, stage: int) -> int:
-    """Process groups of a rank that hold buffers: all ranks, its tensor group, all replicas, partition groups."""
+    """Process groups of a rank that hold buffers: all ranks, its tensor and context groups, all replicas, partition
+    groups."""
     n = len(plan.replicas)
     degrees = {plan.sharding.weights, plan.sharding.gradients, plan.sharding.optimizer} - {1, n}
-    return 1 + (plan.pipelines[pipeline].stages[stage].tensor > 1) + (n > 1) + len(degrees)
+    pipe = plan.pipelines[pipeline]
+    return 1 + (pipe.stages[stage].tensor > 1) + (pipe.context > 1) + (n > 1) + len(degrees)
 
 
 def follow(row: Row, rank: int, plan: Plan, job: Job, cluster: Cluster, layout: Layout) -> Memory:
@@ -162,6 +164,7 @@ class _Walk:
         self._row, self._rank, self._job, self._device, self._layout = row, rank, job, device, layout
         self._pipe = plan.pipelines[row.entity.pipeline]
         self._stage = self._pipe.stages[row.entity.stage]
+        self._tokens = self._pipe.tokens(job.seq_len, plan.replicas[row.entity.replica][1])
         self._known: dict[tuple[int, int, int], tuple[int, int, int]] = {}
         self._alike = alike(layout)
         self._elements: dict[int, tuple[int, int]] = {}
@@ -173,15 +176,15 @@ class _Walk:
         key = (lo, hi, micro_batch)
         if key not in self._known:
             stage, job, device = self._stage, self._job, self._device
-            shape = (micro_batch, job.seq_len, stage.tensor)
+            shape, context = (micro_batch, self._tokens, stage.tensor), job.seq_len / self._tokens
             sizes: dict[tuple[object, ...], tuple[int, int, int]] = job.__dict__.setdefault("_block_bytes", {})
             saved = work = again = 0
             for block in job.model.blocks[lo:hi]:
-                one = sizes.get(kind := (block.kind, *shape, device, stage.recompute))
+                one = sizes.get(kind := (block.kind, *shape, device, stage.recompute, context))
                 if one is None:
-                    one = sizes[kind] = (saved_bytes(block, *shape, device, job, stage.recompute),
-                                         workspace_bytes(block, *shape, device, job),
-                                         recompute_bytes(block, *shape, device, job, stage.recompute))
+                    one = sizes[kind] = (saved_bytes(block, *shape, device, job, stage.recompute, context),
+                                         workspace_bytes(block, *shape, device, job, context),
+                                         recompute_bytes(block, *shape, device, job, stage.recompute, context))
                 saved, work, again = saved + one[0], max(work, one[1]), max(again, one[2])
             self._known[key] = (saved, work, again)
         return self._known[key]
@@ -189,7 +192,7 @@ class _Walk:
     def _boundary(self, block: int, micro_batch: int) -> int:
         """Bytes of the output of a block, in the shards of this stage."""
         job = self._job
-        return boundary_bytes(job.model.blocks[block], micro_batch, job.seq_len, self._stage.tensor, job)
+        return boundary_bytes(job.model.blocks[block], micro_batch, self._tokens, self._stage.tensor, job)
 
     def _unit(self, unit: int) -> tuple[int, int]:
         """Elements of a unit that the rank computes with, and those whose optimizer state it owns."""

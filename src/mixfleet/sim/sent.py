@@ -7,14 +7,15 @@ from collections import Counter
 from mixfleet.cost.memory import boundary_bytes
 from mixfleet.job import Job
 from mixfleet.model.spec import Block
-from mixfleet.plan import Plan
+from mixfleet.plan import Plan, Recompute
 from mixfleet.program.action import GATHER, PUBLISH, REDUCE, SEND_ACT, SEND_GRAD, SYNC, Action, B, F, I, Program
 from mixfleet.program.layout import Layout
 from mixfleet.sim.traffic import Entity, shards, tensor_bytes
 
-TENSOR = "T"
+TENSOR, CONTEXT = "T", "K"
 Sent = dict[str, int]
-"""Bytes by operation: SA, SG, G, R, Y, P as in `program.action`, T for tensor-parallel collectives."""
+"""Bytes by operation: SA, SG, G, R, Y, P as in `program.action`, T for tensor-parallel collectives, K for keys and
+values, and their gradients, under context parallelism."""
 
 
 def bytes_sent(program: Program, plan: Plan, job: Job, layout: Layout) -> dict[str, Sent]:
@@ -27,16 +28,18 @@ def bytes_sent(program: Program, plan: Plan, job: Job, layout: Layout) -> dict[s
         pipeline = plan.pipelines[role.pipeline]
         stages, sizes = pipeline.stages, pipeline.micro_batches
         first = plan.replicas.index((role.pipeline, 0))
-        groups = [stages[role.stage].ranks(r) for r in range(pipeline.replicas)]
+        stage = stages[role.stage]
+        groups = [stage.ranks(r) for r in range(pipeline.copies)]
+        tokens = [pipeline.tokens(job.seq_len, r) for r in range(pipeline.copies)]
         for action in role.actions:
             op = action.op
             if op in (SEND_ACT, SEND_GRAD):
                 block = job.model.blocks[action.hi - 1 if op == SEND_ACT else action.lo - 1]
-                nbytes = boundary_bytes(block, sizes[action.mb], job.seq_len, 1, job)
                 for r, ranks in enumerate(groups):
-                    a = Entity(role.pipeline, role.stage, first + r, ranks)
-                    b = Entity(role.pipeline, action.peer, first + r, stages[action.peer].ranks(r))
-                    for rank, _, n in shards(a, b, nbytes):
+                    nbytes = boundary_bytes(block, sizes[action.mb], tokens[r], 1, job)
+                    here = Entity(role.pipeline, role.stage, first + r, ranks)
+                    there = Entity(role.pipeline, action.peer, first + r, stages[action.peer].ranks(r))
+                    for rank, _, n in shards(here, there, nbytes):
                         found[rank][op] += n
             elif op in (GATHER, PUBLISH, REDUCE, SYNC):
                 if (op, action.lo) not in moved:
@@ -47,21 +50,32 @@ def bytes_sent(program: Program, plan: Plan, job: Job, layout: Layout) -> dict[s
                         counts[move.src] += (move.hi - move.lo) * element
                 for rank in (rank for ranks in groups for rank in ranks):
                     found[rank][op] += moved[op, action.lo][rank]
-            elif op in (F, B, I) and stages[role.stage].tensor > 1:
-                again = stages[role.stage].recompute == "full"
-                nbytes = sum(_tensor_bytes(job.model.blocks[b], action, sizes[action.mb], stages[role.stage].tensor,
-                                           job, again) for b in range(action.lo, action.hi))
-                for rank in (rank for ranks in groups for rank in ranks):
-                    found[rank][TENSOR] += nbytes
+            elif op in (F, B, I):
+                for ranks, length in zip(groups, tokens) if stage.tensor > 1 or pipeline.context > 1 else ():
+                    shape = (sizes[action.mb], length, stage.tensor)
+                    sent = Counter[str]()
+                    for b in range(action.lo, action.hi):
+                        sent += _inside(job.model.blocks[b], action, shape, pipeline.context, job, stage.recompute)
+                    for rank in ranks:
+                        found[rank].update(sent)
     return {str(rank): {op: n for op, n in counts.items() if n} for rank, counts in found.items()}
 
 
-def _tensor_bytes(block: Block, action: Action, micro_batch: int, tensor: int, job: Job, again: bool) -> int:
-    """Bytes that each rank of a tensor group sends for one block; full recompute repeats the forward's."""
-    phases = ("forward",) if action.op == F else ("forward", "backward") if again else ("backward",)
-    total = 0
+def _inside(block: Block, action: Action, shape: tuple[int, int, int], context: int, job: Job,
+            recompute: Recompute) -> Counter[str]:
+    """Bytes that each rank of a tensor group sends in the collectives of one block, by operation.
+
+    Full recompute repeats those of the forward, selective the gather of keys and values. `shape` is micro-batch,
+    positions of this part of the sequence, and tensor degree.
+    """
+    sent: Counter[str] = Counter()
     for comm in block.tensor_comm:
-        if comm.phase in phases:
-            whole = tensor_bytes(comm, micro_batch, tensor, job)
-            total += (2 if comm.op == "all_reduce" else 1) * (tensor - 1) * whole // tensor
-    return total
+        times = comm.phase == "forward" if action.op == F else comm.phase == "backward" or recompute == "full"
+        whole = tensor_bytes(comm, *shape, job)
+        sent[TENSOR] += times * (2 if comm.op == "all_reduce" else 1) * (shape[2] - 1) * whole // shape[2]
+    for comm in block.context_comm if context > 1 else ():
+        times = comm.phase == "forward" if action.op == F else comm.phase == "backward" or recompute != "none"
+        whole = tensor_bytes(comm, *shape, job, job.seq_len / shape[1])
+        mine = whole * shape[1] // job.seq_len
+        sent[CONTEXT] += times * ((context - 1) * mine if comm.op == "all_gather" else whole - mine)
+    return sent

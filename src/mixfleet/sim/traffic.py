@@ -25,7 +25,7 @@ Demands = tuple[tuple[int, float], ...]
 
 
 class Entity(NamedTuple):
-    """One replica of a stage: a tensor-parallel group, which acts as one."""
+    """One copy of a stage: a tensor-parallel group, which acts as one."""
 
     pipeline: int
     stage: int
@@ -77,8 +77,8 @@ class Traffic:
             if here.stage == there.stage:
                 continue
             block = self._job.model.blocks[here.hi - 1]
-            nbytes = boundary_bytes(block, pipe.micro_batch, self._job.seq_len, 1, self._job)
-            for r in range(pipe.replicas):
+            for r in range(pipe.copies):
+                nbytes = boundary_bytes(block, pipe.micro_batch, pipe.tokens(self._job.seq_len, r), 1, self._job)
                 a, b = start + r * stages + here.stage, start + r * stages + there.stage
                 self._add((SEND_ACT, pipeline, here.hi), (a, b), self._message(a, b), nbytes)
                 self._add((SEND_GRAD, pipeline, here.hi), (b, a), self._message(b, a), nbytes)
@@ -194,10 +194,11 @@ def _root(parent: dict[int, int], e: int) -> int:
     return e
 
 
-def tensor_bytes(comm: TensorComm, micro_batch: int, tensor: int, job: Job) -> int:
-    """Bytes of the whole tensor of a collective in a tensor group. Statistics in fp32 are fp64 in an fp64 job."""
+def tensor_bytes(comm: TensorComm, micro_batch: int, seq_len: int, tensor: int, job: Job, context: float = 1) -> int:
+    """Bytes of the whole tensor of a collective inside a block, of `seq_len` positions of a sequence that is `context`
+    times longer. Statistics in fp32 are fp64 in an fp64 job."""
     element = max(comm.bytes_per_element or 0, 8) if job.precision == "fp64" else comm.bytes_per_element
-    return round(comm.size.at(micro_batch, job.seq_len, tensor) * (element or job.bytes.compute_bytes))
+    return round(comm.size.at(micro_batch, seq_len, tensor, context) * (element or job.bytes.compute_bytes))
 
 
 def shards(a: Entity, b: Entity, nbytes: int) -> list[tuple[int, int, int]]:
