@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -155,3 +156,29 @@ def test_saved_bytes_are_those_of_the_modules(attention: Any, recompute: Any, sh
                    for s in model.blocks[1].saved
                    if s.until in keeps and not (attention == "fused" and s.unfused_only))
         assert want == pytest.approx(sum(kept.values()), rel=0.05)
+
+
+def test_search_shares_long_sequences_where_that_is_faster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Two nodes of eight H100, 32k positions: parts of sequences beat tensor groups and full recompute."""
+    from mixfleet.search import candidates, find
+
+    (tmp_path / "two.yaml").write_text("mixfleet: cluster/1\nname: two\nnodes:\n- {name: n, count: 2, instance: "
+                                       "DGX-H100}\n")
+    cluster = Cluster.load(tmp_path / "two.yaml")
+    job = Job(name="long", model=build("llama-3-8b").replace(max_seq_len=2**15), seq_len=2**15, global_batch=16)
+    best = find(job, cluster, top=1).plans[0]
+    assert best.plan.pipelines[0].context > 1
+    assert "parts of a sequence on H100" in best.summary
+    assert len(best.plan.ranks) == 16
+    monkeypatch.setattr(candidates, "context_degrees", lambda job, devices: (1,))
+    assert find(job, cluster, top=1).plans[0].prediction.step_s > 1.05 * best.prediction.step_s
+
+
+def test_search_leaves_short_sequences_whole() -> None:
+    from mixfleet.search.space import context_degrees
+
+    llama = build("llama-3-8b")
+    assert context_degrees(Job(name="j", model=llama, seq_len=8192, global_batch=64), 64) == (1,)
+    assert context_degrees(Job(name="j", model=llama, seq_len=8192, global_batch=63), 64) == (1, 2, 4, 8)
+    assert context_degrees(Job(name="j", model=llama.replace(max_seq_len=16384), seq_len=16384, global_batch=64), 4
+                           ) == (1, 2, 4)

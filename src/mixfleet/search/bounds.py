@@ -17,10 +17,10 @@ import numpy as np
 from mixfleet.cost.kernels import optimizer_s
 from mixfleet.cost.memory import boundary_bytes
 from mixfleet.cost.network import Floats, Ports, collective_s
-from mixfleet.plan import Pipeline, Plan, ScheduleName
+from mixfleet.plan import Pipeline, Plan, ScheduleName, Stage
 from mixfleet.program.action import GATHER, PUBLISH, REDUCE, SYNC
 from mixfleet.program.layout import Comm, Layout
-from mixfleet.search.tables import MODES, Tables
+from mixfleet.search.tables import MODES, Table, Tables
 from mixfleet.sim.traffic import Entity, shards
 
 SLACK = 1 - 1e-4
@@ -104,16 +104,22 @@ def hop_s(tables: Tables, a: Sequence[int], b: Sequence[int], nbytes: int) -> fl
     return tables.seconds[key]
 
 
+def replica_table(tables: Tables, pipeline: Pipeline, stage: Stage, micro_batch: int) -> Table:
+    """The table of replica 0 of a stage."""
+    return tables.table(stage.devices[:pipeline.context * stage.tensor], micro_batch, pipeline.context)
+
+
 def pipeline_flow(tables: Tables, pipeline: Pipeline, micro_batch: int) -> Flow:
-    """Stage times of replica 0 for micro-batches of this size."""
+    """Stage times of replica 0 for micro-batches of this size; its parts of a sequence are equal."""
     forward, backward = [], []
     for stage in pipeline.stages:
-        table = tables.table(stage.ranks(0), micro_batch)
+        table = replica_table(tables, pipeline, stage, micro_batch)
         forward.append(float(table.forward_s[stage.blocks]))
         backward.append(float(table.backward_s[MODES.index(stage.recompute)][stage.blocks]))
     job = tables.job
-    hops = [hop_s(tables, a.ranks(0), b.ranks(0), boundary_bytes(job.model.blocks[b.blocks[0] - 1], micro_batch,
-                                                                 job.seq_len, 1, job))
+    c = pipeline.context
+    hops = [hop_s(tables, a.devices[:c * a.tensor], b.devices[:c * b.tensor],
+                  boundary_bytes(job.model.blocks[b.blocks[0] - 1], micro_batch, job.seq_len, 1, job))
             for a, b in pairwise(pipeline.stages)]
     return Flow(forward, backward, hops)
 
@@ -151,7 +157,7 @@ def bound_s(tables: Tables, plan: Plan) -> float:
                 busy, k = 0.0, 1
             # The gradient of the topmost block is ready after its own backward in the last micro-batch.
             lo, hi = stage.blocks
-            table = tables.table(stage.ranks(0), sizes[-1])
+            table = replica_table(tables, pipeline, stage, sizes[-1])
             below = float(table.backward_s[MODES.index(stage.recompute)][lo, hi - 1]) if hi - lo > 1 else 0.0
             # Each use gathers a unit, but for the few that are still there when the direction turns.
             turning = sorted(units, key=lambda u: -layout.units[u].elements)[:plan.sharding.prefetch + 2]

@@ -18,7 +18,15 @@ from mixfleet.search.allocate import allocate, allocate_in_step
 from mixfleet.search.bounds import Flow, hop_s, ideal_s
 from mixfleet.search.partition import Matrix, partition
 from mixfleet.search.result import Rejected
-from mixfleet.search.space import Class, Shape, Team, micro_batch_sizes, sharding_families, teams
+from mixfleet.search.space import (
+    Class,
+    Shape,
+    Team,
+    context_degrees,
+    micro_batch_sizes,
+    sharding_families,
+    teams,
+)
 from mixfleet.search.tables import MODES, Pieces, Tables
 from mixfleet.search.uneven import parts, shares
 
@@ -76,14 +84,14 @@ class Candidates:
     def _team_ideal_s(self, team: Team, samples: float) -> float:
         key = team.kind
         if key not in self._lines:
-            self._lines[key] = [self._best_rates(group) for group in team.ranks[0]]
-        counts = [n for n, _, _ in self.tables.table(team.ranks[0][0], 1).kinds.values()]
+            self._lines[key] = [self._best_rates(group, team.context) for group in team.ranks[0]]
+        counts = [n for n, _, _ in self.tables.table(team.ranks[0][0], 1, team.context).kinds.values()]
         return ideal_s(self._lines[key], counts, max(samples, 1.0))
 
-    def _best_rates(self, ranks: tuple[int, ...]) -> tuple[float, ...]:
+    def _best_rates(self, ranks: tuple[int, ...], context: int) -> tuple[float, ...]:
         """Seconds per sample of one block of each kind, at the micro-batch that is best for it."""
         sizes = micro_batch_sizes(min(self.tables.job.global_batch, 16), fine=False)
-        tables = [self.tables.table(ranks, m) for m in sizes]
+        tables = [self.tables.table(ranks, m, context) for m in sizes]
         return tuple(min((t.kinds[kind][1] + t.kinds[kind][2]) / t.micro_batch for t in tables)
                      for kind in tables[0].kinds)
 
@@ -96,7 +104,8 @@ class Candidates:
         part = sum(speeds[c] for c in members) / sum(speeds)
         batch = self.tables.job.global_batch
         placements: dict[tuple[object, ...], list[Team]] = {}
-        for team in teams(members, classes, self.tables, wide=wide):
+        contexts = context_degrees(self.tables.job, len(self.tables.cluster.devices))
+        for team in teams(members, classes, self.tables, wide=wide, contexts=contexts):
             placements.setdefault((team.kind, team.replicas), []).append(team)
 
         def share(team: Team) -> int:
@@ -108,7 +117,7 @@ class Candidates:
         for sharded in ((False, False, False), (False, False, True), (True, True, True)):
             rated = []
             for order, team in enumerate(kinds[:BEAM]):
-                everyone = max(team.replicas, round(team.replicas / part))
+                everyone = max(team.copies, round(team.copies / part))
                 pieces = Pieces(*(everyone if s else 1 for s in sharded))
                 fits = [f for m in (1, 2, 4) if (f := self.fit(team, m, pieces, share(team)))]
                 if not fits and all(sharded) and team.stages == 1 and part < 1:  # others may hold more than their part
@@ -137,9 +146,9 @@ class Candidates:
         choices: list[tuple[Matrix, Matrix]] = []
         for i, group in enumerate(groups):
             place = (min(stages - i, waves), i == 0, i == stages - 1)
-            key = (self.tables.signature(group), micro_batch, pieces, *place)
+            key = (team.kind[i], micro_batch, pieces, *place)
             if key not in self._stages:
-                self._stages[key] = self._stage(group, micro_batch, pieces, *place)
+                self._stages[key] = self._stage(group, team.context, micro_batch, pieces, *place)
             choices.append(self._stages[key])
         cuts = partition([seconds for seconds, _ in choices])
         if cuts is None:
@@ -147,7 +156,7 @@ class Candidates:
         job = self.tables.job
         ranges = list(pairwise(cuts))
         modes = [int(mode[r]) for (_, mode), r in zip(choices, ranges)]
-        tables = [self.tables.table(group, micro_batch) for group in groups]
+        tables = [self.tables.table(group, micro_batch, team.context) for group in groups]
         hops = [hop_s(self.tables, a, b, boundary_bytes(job.model.blocks[c - 1], micro_batch, job.seq_len, 1, job))
                 for (a, b), c in zip(pairwise(groups), cuts[1:])]
         flow = Flow([float(t.forward_s[r]) for t, r in zip(tables, ranges)],
@@ -156,16 +165,19 @@ class Candidates:
 
     def _too_small(self, team: Team, pieces: Pieces) -> None:
         names = [self.tables.cluster.devices[g[0]].name for g in team.ranks[0]]
-        stages = " | ".join(f"{name} tp{len(g)}" if len(g) > 1 else name for name, g in zip(names, team.ranks[0]))
+        tensor = [len(g) // team.context for g in team.ranks[0]]
+        stages = " | ".join(f"{name} tp{t}" if t > 1 else name for name, t in zip(names, tensor))
         self.rejected.add(f"no cut into stages fits the memory of {' and '.join(sorted(set(names)))}",
-                          example=f"{team.replicas} x ({stages}), weights, gradients and optimizer state over "
+                          example=f"{team.replicas} x {f'{team.context} parts of ' if team.context > 1 else ''}"
+                                  f"({stages}), weights, gradients and optimizer state over "
                                   f"{pieces.weights}, {pieces.gradients} and {pieces.optimizer} replicas")
 
-    def _stage(self, ranks: tuple[int, ...], micro_batch: int, pieces: Pieces, in_flight: int, first: bool,
-               last: bool) -> tuple[Matrix, Matrix]:
+    def _stage(self, ranks: tuple[int, ...], context: int, micro_batch: int, pieces: Pieces, in_flight: int,
+               first: bool, last: bool) -> tuple[Matrix, Matrix]:
         """Per block range, seconds of a micro-batch under the cheapest recompute that fits, and which that is."""
-        table, state = self.tables.table(ranks, micro_batch), self.tables.state_bytes(len(ranks), pieces)
-        communicators = 2 + (len(ranks) > 1) + len({*pieces[:3]} - {1})
+        tensor = len(ranks) // context
+        table, state = self.tables.table(ranks, micro_batch, context), self.tables.state_bytes(tensor, pieces)
+        communicators = 2 + (tensor > 1) + (context > 1) + len({*pieces[:3]} - {1})
         seconds = np.full_like(table.forward_s, inf)
         chosen = np.zeros(seconds.shape, dtype=np.int8)
         for mode in reversed(range(len(MODES))):
@@ -196,8 +208,8 @@ class Candidates:
     def _sharded(self, shape: Shape, sharding: Sharding) -> list[Plan]:
         replicas = sum(team.replicas for team in shape)
         batch = self.tables.job.global_batch
-        pieces = Pieces.of(sharding, replicas)
-        joint = len(shape) > 1 and any(degree > 1 and team.replicas % degree for team in shape
+        pieces = Pieces.of(sharding, sum(team.copies for team in shape))
+        joint = len(shape) > 1 and any(degree > 1 and team.copies % degree for team in shape
                                        for degree in (sharding.weights, sharding.gradients))
         if joint and sharding.weights > 1 and any(team.stages > 1 for team in shape):
             self.rejected.add("weights sharded over pipelines with unequal stages")
@@ -238,8 +250,8 @@ class Candidates:
             return list(sizes)
         found = [1]
         for m in sizes[1:]:
-            now, before = (sum(self.tables.table(g, size).whole_s / size for g in dict.fromkeys(team.ranks[0]))
-                           for size in (m, found[-1]))
+            now, before = (sum(self.tables.table(g, size, team.context).whole_s / size
+                               for g in dict.fromkeys(team.ranks[0])) for size in (m, found[-1]))
             if now < 0.99 * before or m == 2 * found[-1] <= 4:
                 found.append(m)
         return found
@@ -281,14 +293,15 @@ class Candidates:
                 members = team.ranks[at:at + count]
                 at += count
                 stages = tuple(
-                    Stage(blocks=blocks, devices=tuple(r for m in members for r in m[s]), tensor=len(members[0][s]),
-                          recompute=mode)
+                    Stage(blocks=blocks, devices=tuple(r for m in members for r in m[s]),
+                          tensor=len(members[0][s]) // team.context, recompute=mode)
                     for s, (blocks, mode) in enumerate(zip(pairwise(fit.cuts), fit.modes)))
                 micro_batch = -(-share // steps) if steps else min(fit.micro_batch, share)
                 if sharding.gradients > 1 and not steps:
                     # Replicas that exchange at every micro-batch need equally many of them.
                     micro_batch = -(-share // -(-samples[-1] // fit.micro_batch))
-                pipelines.append(Pipeline(stages=stages, samples=share, micro_batch=micro_batch, replicas=count))
+                pipelines.append(Pipeline(stages=stages, samples=share, micro_batch=micro_batch, replicas=count,
+                                          context=team.context))
         return Plan(pipelines=tuple(pipelines), sharding=sharding)
 
 

@@ -62,6 +62,8 @@ def summary(search: Search, plan: Plan) -> str:
             turn, before = turn + (what != before), what
             runs.setdefault((turn, what), [s.blocks[0]]).append(s.blocks[1])
         stages = " | ".join(f"{what} [{':'.join(map(str, cuts))}]" for (_, what), cuts in runs.items())
+        if pipeline.context > 1:
+            stages = f"{pipeline.context} parts of a sequence on {stages}"
         parts.setdefault(f"({stages})", []).append(pipeline)
     teams = []
     for stages, pipelines in parts.items():
@@ -148,7 +150,7 @@ def _shares(search: Search, plan: Plan) -> Iterable[str]:
                         for block in job.model.blocks[slice(*stage.blocks)] for op in block.ops)
             for rank in stage.devices:
                 name = search.cluster.devices[rank].name
-                work[name] = work.get(name, 0.0) + flops * pipeline.samples / stage.tensor
+                work[name] = work.get(name, 0.0) + flops * pipeline.samples / stage.tensor / pipeline.context
     if len(work) > 1:
         yield "; ".join(f"{n}: {work[n] / sum(work.values()):.0%} of the work, {speed[n] / sum(speed.values()):.0%} of "
                         "the speed" for n in sorted(work, key=lambda n: -work[n]))
@@ -199,7 +201,7 @@ def _even(search: Search, name: str, *, sharded: bool) -> Judged:
             runs[-1].append(rank)
         else:
             runs.append([rank])
-    shape = tuple(Team((signature((run[0],)),), tuple(((r,),) for r in run)) for run in runs)
+    shape = tuple(Team(((1, signature((run[0],))),), tuple(((r,),) for r in run)) for run in runs)
     sharding = Sharding(weights=n, gradients=n, optimizer=n) if sharded else Sharding()
     pieces = Pieces.of(sharding, n)
     prediction: Prediction | None = None

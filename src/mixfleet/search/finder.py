@@ -198,7 +198,8 @@ class Search:
 
     def family(self, plan: Plan) -> object:
         """What plans of one family share: the kinds of devices of every stage."""
-        return tuple((p.replicas, tuple(self.tables.signature(s.ranks(0)) for s in p.stages)) for p in plan.pipelines)
+        return tuple((p.replicas, p.context, tuple(self.tables.signature(s.ranks(0)) for s in p.stages))
+                     for p in plan.pipelines)
 
     def improve(self) -> None:
         """Moves blocks, samples, micro-batches, recompute and other settings of the best plans, one at a time."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import combinations, pairwise, permutations, product
+from math import lcm
 from typing import NamedTuple
 
 from mixfleet.cluster import Cluster, Device
@@ -17,6 +18,8 @@ from mixfleet.plan import Pipeline, Plan, Recompute, ScheduleName, Sharding, Sta
 from mixfleet.search.tables import MODES, Tables
 from mixfleet.spec import Spec
 
+LONG, SHARED = 16384, 2048
+"""Positions of a sequence from which it is cut into parts, always and where there are fewer sequences than devices."""
 MANY_CLASSES = 4
 """Classes up to which every way of putting them together is tried."""
 
@@ -40,15 +43,21 @@ class Class(NamedTuple):
 
 
 class Team(NamedTuple):
-    """Equal replicas: `ranks[replica][stage]` is a tensor group."""
+    """Equal replicas: `ranks[replica][stage]` is a tensor group, or those of its parts under context parallelism."""
 
     kind: tuple[object, ...]
     """Signature of each stage's tensor groups."""
     ranks: tuple[tuple[tuple[int, ...], ...], ...]
+    context: int = 1
 
     @property
     def replicas(self) -> int:
         return len(self.ranks)
+
+    @property
+    def copies(self) -> int:
+        """Copies of the weights."""
+        return len(self.ranks) * self.context
 
     @property
     def stages(self) -> int:
@@ -78,20 +87,32 @@ def tensor_degrees(job: Job, most: int) -> tuple[int, ...]:
     return tuple(d for d in range(1, most + 1) if all(count % d == 0 for count in limits))
 
 
-def teams(members: Sequence[int], classes: Sequence[Class], tables: Tables, *, wide: bool = False) -> list[Team]:
+def context_degrees(job: Job, devices: int) -> tuple[int, ...]:
+    """Numbers of parts of a sequence worth trying: powers of two, where sequences are long or fewer than devices."""
+    if job.seq_len < LONG and not (job.seq_len >= SHARED and job.global_batch < devices):
+        return (1,)
+    return tuple(c for c in (1, 2, 4, 8, 16, 32, 64) if c <= devices and job.seq_len // c >= SHARED // 2)
+
+
+def teams(members: Sequence[int], classes: Sequence[Class], tables: Tables, *, wide: bool = False,
+          contexts: Sequence[int] = (1,)) -> list[Team]:
     """Teams that use all of the classes `members`, as far as their numbers allow.
 
     For every number of replicas, each class gives every replica as many tensor groups as it can, one stage each.
     `wide` lets tensor groups span nodes. Where replicas have several stages there are two placements: neighbours
-    form a pipeline, or neighbours hold the same stage.
+    form a pipeline, or neighbours hold the same stage. `contexts` are the numbers of parts of a sequence to try; parts
+    may span nodes.
     """
     found: list[Team] = []
     job = tables.job
     blocks = len(job.model.blocks)
     degrees = {c: tensor_degrees(job, classes[c].size if wide else max(map(len, classes[c].nodes))) for c in members}
     for order in permutations(members) if len(members) <= 3 else (tuple(members), tuple(reversed(members))):
-        for chosen in product(*(degrees[c] for c in order)):
-            groups = [classes[c].tensor_groups(d) for c, d in zip(order, chosen)]
+        for context, *chosen in product(contexts, *(degrees[c] for c in order)):
+            if context > 1 and (job.seq_len % (2 * context * lcm(*chosen)) or any(
+                    len(node) % d for c, d in zip(order, chosen) for node in classes[c].nodes)):
+                continue
+            groups = [classes[c].tensor_groups(d * context) for c, d in zip(order, chosen)]
             counts = [len(g) for g in groups]
             most = min(*counts, job.global_batch)
             # Several numbers of replicas leave each class with as many stages: the largest of them wastes least.
@@ -99,11 +120,11 @@ def teams(members: Sequence[int], classes: Sequence[Class], tables: Tables, *, w
             for depth, replicas in depths.items():
                 if sum(depth) > blocks:
                     continue
-                kind = tuple(tables.signature(g[0]) for g, d in zip(groups, depth) for _ in range(d))
+                kind = tuple((context, tables.signature(g[0])) for g, d in zip(groups, depth) for _ in range(d))
                 for by_stage in (False, True) if sum(depth) > len(order) and replicas > 1 else (False,):
                     found.append(Team(kind, tuple(
                         tuple(g[s * replicas + r if by_stage else r * d + s] for g, d in zip(groups, depth)
-                              for s in range(d)) for r in range(replicas))))
+                              for s in range(d)) for r in range(replicas)), context))
     return found
 
 
@@ -156,8 +177,8 @@ def sharding_families(shape: Shape) -> tuple[tuple[Sharding, ...], ...]:
     over all, and ZeRO-2 and 3 over all replicas. Groups are of consecutive replicas: degrees that divide every team
     keep unlike replicas apart.
     """
-    n = sum(team.replicas for team in shape)
-    inner = [d for d in range(2, n) if all(team.replicas % d == 0 for team in shape)]
+    n = sum(team.copies for team in shape)
+    inner = [d for d in range(2, n) if all(team.copies % d == 0 for team in shape)]
     families = ([(1, 1, p) for p in (1, *inner, n)], [(1, p, p) for p in inner], [(1, p, n) for p in inner],
                 [(p, p, p) for p in inner], [(p, p, n) for p in inner], [(1, n, n)], [(n, n, n)])
     return tuple(tuple(Sharding(weights=w, gradients=g, optimizer=o) for w, g, o in dict.fromkeys(family))

@@ -55,15 +55,18 @@ class Pieces(NamedTuple):
 class Table:
     """Figures of one tensor group at one micro-batch, as matrices over block ranges `[lo, hi]`.
 
+    With `context`, of the tensor groups of so many equal parts of every sequence, whose ranks follow each other.
+
     `forward_s`, and per recompute mode `backward_s` (recompute included), `saved_bytes` per micro-batch in flight and
     `passing_bytes` (what backward brings back, and workspace); `edge_bytes[i]` crosses the boundary below block i. A
     group of unlike devices goes at the pace of the slowest and has the least memory.
     """
 
     def __init__(self, job: Job, cluster: Cluster, ranks: Sequence[int], devices: Sequence[Device],
-                 micro_batch: int) -> None:
+                 micro_batch: int, context: int = 1) -> None:
         self.devices, self.micro_batch = devices, micro_batch
-        blocks, t, shape = job.model.blocks, len(ranks), (micro_batch, job.seq_len, len(ranks))
+        blocks, t = job.model.blocks, len(ranks) // context
+        shape = (micro_batch, job.seq_len // context, t)
         costs = {}
         for block in blocks:
             if block.kind in costs:
@@ -71,17 +74,23 @@ class Table:
             talk = {"forward": 0.0, "backward": 0.0}
             for comm in block.tensor_comm if t > 1 else ():
                 nbytes = round(comm.size.at(*shape) * (comm.bytes_per_element or job.bytes.compute_bytes))
-                talk[comm.phase] += collective_s(comm.op, nbytes, ranks, cluster)
-            plain = [block_cost(block, *shape, d, job) for d in devices]
-            forward = max(c.forward_s for c in plain) + talk["forward"]
-            backward = max(c.backward_s for c in plain) + talk["backward"]
-            again = [max(block_cost(block, *shape, d, job, mode).recompute_s for d in devices)
-                     + (talk["forward"] if mode == "full" else 0.0) for mode in MODES]
+                talk[comm.phase] += collective_s(comm.op, nbytes, ranks[:t], cluster)
+            keys = {"forward": 0.0, "backward": 0.0}
+            for comm in block.context_comm if context > 1 else ():
+                nbytes = round(comm.size.at(*shape, context) * job.bytes.compute_bytes)
+                keys[comm.phase] += collective_s(comm.op, nbytes, ranks[::t], cluster)
+            plain = [block_cost(block, *shape, d, job, context=context) for d in devices]
+            forward = max(c.forward_s for c in plain) + talk["forward"] + keys["forward"]
+            backward = max(c.backward_s for c in plain) + talk["backward"] + keys["backward"]
+            again = [max(block_cost(block, *shape, d, job, mode, context).recompute_s for d in devices)
+                     + (talk["forward"] if mode == "full" else 0.0) + (keys["forward"] if mode != "none" else 0.0)
+                     for mode in MODES]
             costs[block.kind] = (
                 forward, [backward + r for r in again],
-                [max(saved_bytes(block, *shape, d, job, mode) for d in devices) for mode in MODES],
-                [max(recompute_bytes(block, *shape, d, job, mode) for d in devices) for mode in MODES],
-                max(workspace_bytes(block, *shape, d, job) for d in devices), boundary_bytes(block, *shape, job))
+                [max(saved_bytes(block, *shape, d, job, mode, context) for d in devices) for mode in MODES],
+                [max(recompute_bytes(block, *shape, d, job, mode, context) for d in devices) for mode in MODES],
+                max(workspace_bytes(block, *shape, d, job, context) for d in devices),
+                boundary_bytes(block, *shape, job))
         rows = [costs[b.kind] for b in blocks]
         self.forward_s = _sums([r[0] for r in rows])
         self.backward_s = [_sums([r[1][m] for r in rows]) for m in range(len(MODES))]
@@ -140,12 +149,12 @@ class Tables:
             self._signatures[ranks] = (kinds,) if len(nodes) == 1 else (kinds, ranks)
         return self._signatures[ranks]
 
-    def table(self, ranks: tuple[int, ...], micro_batch: int) -> Table:
-        """The table of a tensor group; it answers for all groups of the same signature."""
-        key = (self.signature(ranks), micro_batch)
+    def table(self, ranks: tuple[int, ...], micro_batch: int, context: int = 1) -> Table:
+        """The table of a tensor group, or of those of `context` parts; it answers for all of the same signature."""
+        key = (self.signature(ranks), micro_batch, context)
         if key not in self._tables:
             devices = list({self.kind_of[r]: self.cluster.devices[r] for r in ranks}.values())
-            self._tables[key] = Table(self.job, self.cluster, ranks, devices, micro_batch)
+            self._tables[key] = Table(self.job, self.cluster, ranks, devices, micro_batch, context)
         return self._tables[key]
 
     def state_bytes(self, tensor: int, pieces: Pieces) -> Matrix:

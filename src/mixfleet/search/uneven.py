@@ -22,7 +22,8 @@ def parts(tables: Tables, shape: Shape, sharding: Sharding) -> list[float] | Non
     """
     n = sum(team.replicas for team in shape)
     degrees = (sharding.weights, sharding.gradients, sharding.optimizer)
-    if n < 2 or max(degrees) == 1 or not {*degrees} <= {1, n} or any(team.stages > 1 for team in shape):
+    if n < 2 or max(degrees) == 1 or not {*degrees} <= {1, n} or any(
+            team.stages > 1 or team.context > 1 for team in shape):
         return None
     rooms = []
     whole = (0, len(tables.job.model.blocks))
