@@ -38,7 +38,8 @@ def job(global_batch: int = 6, **changes: Any) -> Job:
 
 
 def pipe(cuts: tuple[int, ...], *devices: tuple[int, ...], samples: int, micro_batch: int, tensor: tuple[int, ...] = (),
-         replicas: int = 1, recompute: str = "none", context: int = 1, shares: tuple[int, ...] = ()) -> Pipeline:
+         replicas: int = 1, recompute: str | tuple[str, ...] = "none", context: int = 1,
+         shares: tuple[int, ...] = ()) -> Pipeline:
     """A pipeline cut at `cuts`, first and last block included."""
     degrees = tensor or (1,) * len(devices)
     return Pipeline(samples=samples, micro_batch=micro_batch, replicas=replicas, context=context,

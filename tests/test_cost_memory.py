@@ -6,6 +6,8 @@ from mixfleet.cluster import Device, device_named
 from mixfleet.cost import memory
 from mixfleet.job import Job, Optimizer
 from mixfleet.model.families import build
+from mixfleet.model.spec import Block
+from mixfleet.plan import Recompute
 from mixfleet.units import GiB
 
 A100, V100 = device_named("A100-SXM4-80GB"), device_named("V100-SXM2-32GB")
@@ -143,13 +145,14 @@ def test_gpt2_large_on_one_v100_is_over_memory_and_the_note_says_why():
         return memory.stage_memory(model.blocks, 8, 1, device, one, weights=model.count, gradients=model.count,
                                    optimizer=model.count, largest_step=max(b.count for b in model.blocks)).peak_bytes(1)
 
-    note = memory.attention_note(model.blocks, 8, 1, V100, one)
+    plain: list[tuple[Block, Recompute]] = [(b, "none") for b in model.blocks]
+    note = memory.attention_note(plain, 8, 1, V100, one)
     scores = 36 * (8 * 20 * 2 + 1) * 1024**2
     assert note == f"no flash attention on V100-SXM2-32GB: +{scores / GiB:.3g} GiB"
     assert peak(V100) > V100.memory_bytes
     assert peak(V100) - peak(A100) > scores
-    assert memory.attention_note(model.blocks, 8, 1, A100, one) == ""
-    eager = memory.attention_note(model.blocks, 8, 1, A100, one.replace(attention="eager"))
+    assert memory.attention_note(plain, 8, 1, A100, one) == ""
+    eager = memory.attention_note(plain, 8, 1, A100, one.replace(attention="eager"))
     assert eager.startswith("attention is eager: +")
-    recomputed = memory.attention_note(model.blocks, 8, 1, V100, one, recompute="full")
+    recomputed = memory.attention_note([(b, "full") for b in model.blocks], 8, 1, V100, one)
     assert recomputed == f"no flash attention on V100-SXM2-32GB: +{scores / 36 / GiB * 1024:.3g} MiB"

@@ -118,6 +118,9 @@ CASES = {
     "recompute full, zero-3":
         Case(plan(pipe((0, 5), (0, 1), samples=3, micro_batch=2, replicas=2, recompute="full"), sharding=(2, 2, 2)),
              job()),
+    "recompute block by block, zero-3":
+        Case(plan(pipe((0, 5), (0, 1), samples=3, micro_batch=2, replicas=2,
+                       recompute=("none", "full", "selective", "full", "none")), sharding=(2, 2, 2)), job()),
     "recompute selective, tensor 2":
         Case(plan(pipe((0, 5), (0, 1), samples=6, micro_batch=3, tensor=(2,), recompute="selective")), job()),
     "sgd with momentum, zero-1": Case(

@@ -41,7 +41,8 @@ def _pipelines(draw: st.DrawFn) -> tuple[Pipeline, ...]:
         for s, t in enumerate(degrees):
             made.append(Stage(blocks=(cuts[s], cuts[s + 1]), tensor=t,
                               devices=tuple(range(rank, rank + t * replicas * context)),
-                              recompute=draw(st.sampled_from(_RECOMPUTE))))
+                              recompute=draw(st.sampled_from(_RECOMPUTE) | st.tuples(
+                                  *[st.sampled_from(_RECOMPUTE)] * (cuts[s + 1] - cuts[s])))))
             rank += t * replicas * context
         samples = draw(st.integers(1, 4))
         found.append(Pipeline(stages=tuple(made), replicas=replicas, samples=samples, context=context,

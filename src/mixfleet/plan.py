@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from math import gcd, lcm
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -52,7 +52,8 @@ class Stage(Spec, frozen=True, kw_only=True):
     """Further ranges, for schedules that pass a device several times (interleaved, wave)."""
     devices: tuple[int, ...]
     tensor: int = 1
-    recompute: Recompute = "none"
+    recompute: Recompute | tuple[Recompute, ...] = "none"
+    """One mode for all its blocks, or one for each, ascending; in the list of a file `full*3` stands for three."""
     order: str = ""
     """Under the schedule `custom`: the stage's steps, as in `F0.0 F0.1 B0.0 B0.1`. F or B (or I and W, the input and
     weight halves of a backward), chunk of the pipeline's chain, micro-batch."""
@@ -76,6 +77,25 @@ class Stage(Spec, frozen=True, kw_only=True):
     def held(self) -> tuple[int, ...]:
         """Its blocks, ascending."""
         return tuple(b for lo, hi in sorted(self.chunks) for b in range(lo, hi))
+
+    @property
+    def modes(self) -> dict[int, Recompute]:
+        """Recompute mode by block."""
+        held = self.held
+        return dict(zip(held, (self.recompute,) * len(held) if isinstance(self.recompute, str) else self.recompute))
+
+    @property
+    def recompute_text(self) -> str:
+        """Its recompute for people: `full`, or `full 0-2, none 3`."""
+        if isinstance(self.recompute, str):
+            return self.recompute
+        runs = [(mode, [b for b, _ in run]) for mode, run in groupby(self.modes.items(), lambda entry: entry[1])]
+        return ", ".join(f"{mode} {run[0]}" + (f"-{run[-1]}" if len(run) > 1 else "") for mode, run in runs)
+
+    def with_modes(self, modes: Mapping[int, Recompute]) -> Stage:
+        """With these recompute modes of its blocks."""
+        mine = tuple(modes[b] for b in self.held)
+        return self.replace(recompute=mine[0] if len(set(mine)) == 1 else mine)
 
     def holds(self, block: int) -> bool:
         return any(lo <= block < hi for lo, hi in self.chunks)
@@ -216,6 +236,8 @@ class Plan(Spec, frozen=True, kw_only=True, dict=True):
         for keys, stage in _stages(doc.data):
             if "devices" in stage:
                 stage["devices"] = _expanded(stage["devices"], doc, (*keys, "devices"))
+            if isinstance(stage.get("recompute"), list):
+                stage["recompute"] = _repeated(stage["recompute"])
         return decode(doc, Plan)
 
     def save(self, path: str | Path, header: str = "") -> None:
@@ -223,6 +245,9 @@ class Plan(Spec, frozen=True, kw_only=True, dict=True):
         data = msgspec.to_builtins(self)
         for _, stage in _stages(data):
             stage["devices"] = _ranges(stage["devices"])
+            if not isinstance(stage.get("recompute", ""), str):
+                stage["recompute"] = [mode if n == 1 else f"{mode}*{n}" for mode, run in groupby(stage["recompute"])
+                                      for n in (len(list(run)),)]
         first = {key: data.pop(key) for key in ("name", "job", "cluster", "cluster_fingerprint") if key in data}
         write_yaml(path, {FORMAT_KEY: f"plan/{VERSIONS['plan']}", **first, **data}, header)
 
@@ -248,6 +273,15 @@ def _expanded(devices: Any, doc: Document, keys: Keys) -> list[Any]:
         else:
             ranks.append(entry)
     return ranks
+
+
+def _repeated(modes: list[Any]) -> list[Any]:
+    """`full*3` three times."""
+    found: list[Any] = []
+    for entry in modes:
+        mode, star, times = str(entry).partition("*")
+        found += [mode.strip()] * int(times) if star and times.strip().isdecimal() else [entry]
+    return found
 
 
 def _ranges(ranks: Sequence[int]) -> list[int | str]:
@@ -348,6 +382,9 @@ def _wrong_stage(stage: Stage, copies: int, job: Job, cluster: Cluster, used: di
     elif len(stage.devices) != copies * stage.tensor:
         yield (f"{where}.devices lists {len(stage.devices)} devices; {copies} replicas of tensor degree "
                f"{stage.tensor} need {copies * stage.tensor} (parts of a sequence count as replicas)")
+    if not isinstance(stage.recompute, str) and len(stage.recompute) != stage.size:
+        yield (f"{where}.recompute lists {len(stage.recompute)} modes; the stage holds {stage.size} blocks "
+               f"({stage.text}), one mode for each")
     for rank in stage.devices:
         if not 0 <= rank < len(cluster.devices):
             yield f"{where}.devices has {rank}; {cluster.name} has devices 0-{len(cluster.devices) - 1}"

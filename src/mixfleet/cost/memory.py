@@ -194,17 +194,18 @@ def stage_memory(blocks: Sequence[Block], micro_batch: int, tensor: int, device:
         allocator_factor=allocator_factor(device))
 
 
-def attention_note(blocks: Sequence[Block], micro_batch: int, tensor: int, device: Device, job: Job,
-                   in_flight: int = 1, recompute: Recompute = "none") -> str:
-    """What the lack of flash attention costs, as `no flash attention on V100-SXM2-32GB: +5.06 GiB`; else empty."""
+def attention_note(blocks: Sequence[tuple[Block, Recompute]], micro_batch: int, tensor: int, device: Device, job: Job,
+                   in_flight: int = 1) -> str:
+    """What the lack of flash attention costs blocks with their modes, as `no flash attention on V100-SXM2-32GB: +5.06
+    GiB`; else empty."""
     if fused_attention(device, job):
         return ""
     shape = (micro_batch, job.seq_len, tensor)
     fused = job.replace(attention="fused")
-    extra = in_flight * sum(saved_bytes(b, *shape, device, job, recompute)
-                            - saved_bytes(b, *shape, device, fused, recompute) for b in blocks)
-    extra += max((recompute_bytes(b, *shape, device, job, recompute)
-                  - recompute_bytes(b, *shape, device, fused, recompute) for b in blocks), default=0)
+    extra = in_flight * sum(saved_bytes(b, *shape, device, job, mode)
+                            - saved_bytes(b, *shape, device, fused, mode) for b, mode in blocks)
+    extra += max((recompute_bytes(b, *shape, device, job, mode)
+                  - recompute_bytes(b, *shape, device, fused, mode) for b, mode in blocks), default=0)
     if not extra:
         return ""
     why = "attention is eager" if job.attention == "eager" else f"no flash attention on {device.name}"

@@ -207,7 +207,8 @@ def plan(this: Plan, on: Cluster | None = None) -> View:
             what = counted(on.devices[d].name for d in stage.devices) if on and known else str(len(stage.devices))
             rows.append(["" if s else name, str(s), stage.text,
                          ranges(stage.devices), what, str(stage.tensor),
-                         f"{pipe.micro_batch} x {len(pipe.micro_batches)}", str(pipe.samples), stage.recompute])
+                         f"{pipe.micro_batch} x {len(pipe.micro_batches)}", str(pipe.samples),
+                         stage.recompute_text])
     shard = this.sharding
     return View(
         f"plan {this.name}".rstrip(),

@@ -108,7 +108,7 @@ class Interpreter:
         place = layout.places[self.rank]
         self.pipeline = layout.plan.pipelines[role.pipeline]
         self.stage = self.pipeline.stages[role.stage]
-        held = self.stage.held
+        self._modes, held = self.stage.modes, self.stage.held
         self.place, self.shape = place, shape
         self.dtype = DTYPES[job.precision]
         self.is_first, self.is_last = held[0] == 0, held[-1] == len(layout.model.blocks) - 1
@@ -252,7 +252,7 @@ class Interpreter:
             with self.recorder.span("compute", f"F{b}.{action.mb}", "forward"):
                 leaf = x if b == 0 else x.detach().requires_grad_()
                 held: list[int] = []
-                if self.stage.recompute == "full":
+                if self._modes[b] == "full":
                     with torch.no_grad():
                         out = self._run(b, leaf, action.mb)
                     self._saved[b, action.mb] = leaf, None, held

@@ -10,7 +10,7 @@ this rank's tokens or heads: the sum of its gradients over the group is its grad
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import Literal
 
@@ -42,11 +42,13 @@ _CHUNK = 2**18
 
 def build_blocks(model: Model, indices: Iterable[int], group: TensorGroup = ALONE, *, seed: int = 0,
                  device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32,
-                 attention: Literal["fused", "eager"] = "fused", recompute: Recompute = "none",
+                 attention: Literal["fused", "eager"] = "fused",
+                 recompute: Recompute | Mapping[int, Recompute] = "none",
                  initialize: bool = True) -> list[nn.Module]:
     """The blocks `indices` of a model, cut for one rank of a tensor-parallel group.
 
-    `recompute` `selective` keeps no attention scores; `full` is the caller's to do around a block's call.
+    `recompute`, for all blocks or by index: `selective` keeps no attention scores; `full` is the caller's to do around
+    a block's call.
     `initialize=False` leaves the parameters unset, for a caller that fills them from a checkpoint.
     Raises InputError for a model that cannot be trained, and for a group that does not divide the heads.
     """
@@ -59,7 +61,8 @@ def build_blocks(model: Model, indices: Iterable[int], group: TensorGroup = ALON
     for i in indices:
         figures = config.replace(window=0) if i - 1 in config.full_attention_layers else config
         kind = Embedding if i == 0 else Head if i == last else Layer
-        block = kind(figures, group, attention, selective=recompute == "selective")
+        mode = recompute if isinstance(recompute, str) else recompute[i]
+        block = kind(figures, group, attention, selective=mode == "selective")
         for param in model.blocks[i].params:
             value = torch.empty(_slice_shape(param, group), dtype=dtype, device=device)
             if initialize:

@@ -57,7 +57,7 @@ class DecoderSource:
     def modules(self, stage: Stage, group: TensorGroup, device: torch.device, *, fused: bool) -> list[nn.Module]:
         return build_blocks(self.job.model, stage.held, group, seed=self.job.seed, device="meta",
                             dtype=DTYPES[self.job.precision], attention="fused" if fused else "eager",
-                            recompute=stage.recompute, initialize=False)
+                            recompute=stage.modes, initialize=False)
 
     def initial(self, tensor: str, kind: str, lo: int, hi: int) -> Tensor:
         return initial_values(self.job.model, self.job.seed, tensor, lo, hi)

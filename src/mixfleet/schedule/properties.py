@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from typing import NamedTuple
 
-from mixfleet.schedule.greedy import F, Orders, Step, W, Work, makespan
+from mixfleet.schedule.greedy import F, I, Orders, Step, W, Work, makespan
 from mixfleet.schedule.named import SCHEDULES, Homes
 
 
@@ -40,6 +41,18 @@ def in_flight(order: tuple[Step, ...]) -> int:
         held += 1 if op == F else -1 if op == W or (k, m) not in halved else 0
         peak = max(peak, held)
     return peak
+
+
+def held_at_peak(order: tuple[Step, ...]) -> Counter[int]:
+    """Micro-batches of each chunk that a device holds when it holds most; chunks count alike."""
+    halved = {(k, m) for op, k, m in order if op == W}
+    held: Counter[int] = Counter()
+    most: Counter[int] = Counter()
+    for op, k, m in order:
+        held[k] += 1 if op == F else -1 if op == W or (op != I and (k, m) not in halved) else 0
+        if held.total() > most.total():
+            most = held.copy()
+    return most
 
 
 def properties(name: str, stages: int, micro_batches: int, chunks: int = 2) -> Properties | str:

@@ -20,7 +20,7 @@ from mixfleet.cost.network import Floats, Ports, collective_s
 from mixfleet.plan import Pipeline, Plan, ScheduleName, Stage
 from mixfleet.program.action import GATHER, PUBLISH, REDUCE, SYNC
 from mixfleet.program.layout import Comm, Layout
-from mixfleet.search.tables import MODES, Table, Tables
+from mixfleet.search.tables import Table, Tables
 from mixfleet.sim.traffic import Entity, shards
 
 SLACK = 1 - 1e-4
@@ -115,7 +115,7 @@ def pipeline_flow(tables: Tables, pipeline: Pipeline, micro_batch: int) -> Flow:
     for stage in pipeline.stages:
         table = replica_table(tables, pipeline, stage, micro_batch)
         forward.append(float(table.forward_s[stage.blocks]))
-        backward.append(float(table.backward_s[MODES.index(stage.recompute)][stage.blocks]))
+        backward.append(table.backward_of(stage, *stage.blocks))
     job = tables.job
     c = pipeline.context
     hops = [hop_s(tables, a.devices[:c * a.tensor], b.devices[:c * b.tensor],
@@ -157,8 +157,7 @@ def bound_s(tables: Tables, plan: Plan) -> float:
                 busy, k = 0.0, 1
             # The gradient of the topmost block is ready after its own backward in the last micro-batch.
             lo, hi = stage.blocks
-            table = replica_table(tables, pipeline, stage, sizes[-1])
-            below = float(table.backward_s[MODES.index(stage.recompute)][lo, hi - 1]) if hi - lo > 1 else 0.0
+from mixfleet.search.tables import Table, Tables
             # Each use gathers a unit, but for the few that are still there when the direction turns.
             turning = sorted(units, key=lambda u: -layout.units[u].elements)[:plan.sharding.prefetch + 2]
             gather, reduce = prices.total(GATHER, [u for u in units if u not in turning]), prices.total(REDUCE, units)

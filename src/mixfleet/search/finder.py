@@ -21,6 +21,7 @@ from mixfleet.plan import Plan, why_not
 from mixfleet.search.bounds import bound_s, compute_bound_s
 from mixfleet.search.candidates import Candidates
 from mixfleet.search.improve import frugal, neighbours
+from mixfleet.search.recompute import room_bytes, spared
 from mixfleet.search.reschedule import reschedule
 from mixfleet.search.result import Objective, SearchResult
 from mixfleet.search.space import Limits, Shape, classes_of, enumerate_all, shapes, used
@@ -227,6 +228,20 @@ class Search:
                     break
                 plan = better
 
+    def recompute(self) -> None:
+        """Recomputes only some blocks of the stages of the best plans, as few as memory allows."""
+        for _, _, plan in self.distinct()[:IMPROVED]:
+            room = room_bytes(self.found[plan], self.cluster)
+            for _ in range(TRIED):
+                other = spared(plan, room, self.job, self.cluster)
+                prediction = None if other == plan or self.late() else self.judge(other)
+                if prediction is None:
+                    break
+                if prediction.fits:
+                    plan, room = other, room_bytes(prediction, self.cluster)
+                for use in prediction.devices:
+                    room[use.pipeline, use.stage] -= use.lacks_bytes
+
     def reorder(self) -> None:
         """Gives the best plans with several stages orders of their own, where those are faster."""
         deep = [plan for _, _, plan in self.distinct() if any(len(p.stages) > 1 for p in plan.pipelines)]
@@ -262,6 +277,7 @@ def find(job: Job, cluster: Cluster, *, top: int = 5, max_seconds: float = 120.0
                                      members, search.classes, wide=wide)), top)
     if not exact:
         search.improve()
+    search.recompute()
     if schedule_search:
         search.reorder()
     return explain(search, top, exact and search.complete)

@@ -25,7 +25,7 @@ def neighbours(plan: Plan, job: Job, node_of: Sequence[int] = ()) -> Iterator[Pl
                 yield from _changed(plan, cuts, lambda p, i=i, step=step: _moved(p, i, step))  # type: ignore[misc]
         for i, stage in enumerate(first.stages):
             for step in (-1, 1):
-                mode = MODES.index(stage.recompute) + step
+                mode = MODES.index(stage.recompute) + step if isinstance(stage.recompute, str) else -1
                 if 0 <= mode < len(MODES):
                     yield from _changed(plan, cuts, lambda p, i=i, mode=mode: _staged(  # type: ignore[misc]
                         p, i, recompute=MODES[mode]))
@@ -78,7 +78,7 @@ def frugal(plan: Plan, prediction: Prediction) -> Iterator[Plan]:
         stages = list(pipeline.stages)
         for s, stage in enumerate(stages):
             if (p, s) in short:
-                mode = MODES.index(stage.recompute)
+                mode = max(MODES.index(mode) for mode in stage.modes.values())
                 stuck |= mode + 1 == len(MODES)
                 stages[s] = stage.replace(recompute=MODES[min(mode + 1, len(MODES) - 1)])
         pipelines.append(pipeline.replace(stages=tuple(stages)))
@@ -88,7 +88,7 @@ def frugal(plan: Plan, prediction: Prediction) -> Iterator[Plan]:
         yield plan.replace(pipelines=tuple(p.replace(micro_batch=-(-p.micro_batch // 2)) for p in plan.pipelines))
 
 
-def _look(pipeline: Pipeline) -> tuple[tuple[tuple[int, int], int, str], ...]:
+def _look(pipeline: Pipeline) -> tuple[object, ...]:
     return tuple((s.blocks, s.tensor, s.recompute) for s in pipeline.stages)
 
 
@@ -112,5 +112,7 @@ def _moved(pipeline: Pipeline, index: int, step: int) -> Pipeline | None:
     if not a.blocks[0] < edge < b.blocks[1]:
         return None
     stages: list[Stage] = list(pipeline.stages)
-    stages[index], stages[index + 1] = a.replace(blocks=(a.blocks[0], edge)), b.replace(blocks=(edge, b.blocks[1]))
+    modes = a.modes | b.modes
+    stages[index] = a.replace(blocks=(a.blocks[0], edge)).with_modes(modes)
+    stages[index + 1] = b.replace(blocks=(edge, b.blocks[1])).with_modes(modes)
     return pipeline.replace(stages=tuple(stages))

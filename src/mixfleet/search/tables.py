@@ -104,6 +104,13 @@ class Table:
             self.kinds[b.kind] = (self.kinds.get(b.kind, (0,))[0] + 1, costs[b.kind][0], costs[b.kind][1][0])
         self.capacity_bytes = min(d.memory_bytes for d in devices)
 
+    def backward_of(self, stage: Stage, lo: int, hi: int) -> float:
+        """Seconds backward through blocks `lo` to `hi - 1` of a stage, under its recompute modes."""
+        if isinstance(stage.recompute, str):
+            return float(self.backward_s[MODES.index(stage.recompute)][lo, hi])
+        return sum(float(self.backward_s[MODES.index(mode)][b, b + 1])
+                   for b, mode in stage.modes.items() if lo <= b < hi)
+
     @cached_property
     def whole_s(self) -> float:
         """Seconds of the whole model, forward and backward, for the micro-batch."""

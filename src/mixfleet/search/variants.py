@@ -43,7 +43,8 @@ def _cut(pipe: Pipeline, home: tuple[int, ...], rounds: int) -> Pipeline:
         n = size * (turn + 1) // rounds - size * turn // rounds
         ranges[s].append((at, at + n))
         at += n
-    return pipe.replace(stages=tuple(stage.replace(blocks=r[0], more=tuple(r[1:]), order="")
+    modes = {b: mode for stage in pipe.stages for b, mode in stage.modes.items()}
+    return pipe.replace(stages=tuple(stage.replace(blocks=r[0], more=tuple(r[1:]), order="").with_modes(modes)
                                      for stage, r in zip(pipe.stages, ranges)))
 
 

@@ -389,9 +389,10 @@ class Pricing:
         kinds = {(self._device[r], self._tokens[m]): self._cluster.devices[r]
                  for m in together for r in self._entities[m].ranks}
         forward = backward = weight = recompute = tensor = 0.0
+        modes = stage.modes
         for i in range(action.lo, action.hi):
             block = job.model.blocks[i]
-            costs = [block_cost(block, micro_batch, tokens, len(ranks), d, job, stage.recompute, job.seq_len / tokens)
+            costs = [block_cost(block, micro_batch, tokens, len(ranks), d, job, modes[i], job.seq_len / tokens)
                      for (_, tokens), d in kinds.items()]
             forward += max(c.forward_s for c in costs)
             backward += max(c.backward_s for c in costs)
@@ -401,13 +402,13 @@ class Pricing:
                 backward, weight = backward + adding, weight + adding
             recompute += max(c.recompute_s for c in costs)
             if len(ranks) > 1 and action.op != W:
-                if action.op == F or stage.recompute == "full":
+                if action.op == F or modes[i] == "full":
                     tensor += max(self._tensor_s(m, block, micro_batch, "forward") for m in together)
                 if action.op != F:
                     tensor += max(self._tensor_s(m, block, micro_batch, "backward") for m in together)
             if len(together) > 1 and action.op != W:
                 tensor += sum(self._context_s(e, comm, micro_batch) for comm in block.context_comm
-                              if (comm.phase == "forward" and (action.op == F or stage.recompute != "none"))
+                              if (comm.phase == "forward" and (action.op == F or modes[i] != "none"))
                               or (comm.phase == "backward" and action.op != F))
         if action.op == F:
             return [("forward", forward), ("tensor", tensor)]

@@ -165,6 +165,7 @@ class _Walk:
         self._pipe = plan.pipelines[row.entity.pipeline]
         self._stage = self._pipe.stages[row.entity.stage]
         self._tokens = self._pipe.tokens(job.seq_len, plan.replicas[row.entity.replica][1])
+        self._modes = self._stage.modes
         self._known: dict[tuple[int, int, int], tuple[int, int, int]] = {}
         self._alike = alike(layout)
         self._elements: dict[int, tuple[int, int]] = {}
@@ -175,16 +176,17 @@ class _Walk:
         """(saved, workspace, recomputed) bytes of blocks that compute one after another."""
         key = (lo, hi, micro_batch)
         if key not in self._known:
-            stage, job, device = self._stage, self._job, self._device
+            stage, job, device, modes = self._stage, self._job, self._device, self._modes
             shape, context = (micro_batch, self._tokens, stage.tensor), job.seq_len / self._tokens
             sizes: dict[tuple[object, ...], tuple[int, int, int]] = job.__dict__.setdefault("_block_bytes", {})
             saved = work = again = 0
-            for block in job.model.blocks[lo:hi]:
-                one = sizes.get(kind := (block.kind, *shape, device, stage.recompute, context))
+            for b in range(lo, hi):
+                block, mode = job.model.blocks[b], modes[b]
+                one = sizes.get(kind := (block.kind, *shape, device, mode, context))
                 if one is None:
-                    one = sizes[kind] = (saved_bytes(block, *shape, device, job, stage.recompute, context),
+                    one = sizes[kind] = (saved_bytes(block, *shape, device, job, mode, context),
                                          workspace_bytes(block, *shape, device, job, context),
-                                         recompute_bytes(block, *shape, device, job, stage.recompute, context))
+                                         recompute_bytes(block, *shape, device, job, mode, context))
                 saved, work, again = saved + one[0], max(work, one[1]), max(again, one[2])
             self._known[key] = (saved, work, again)
         return self._known[key]

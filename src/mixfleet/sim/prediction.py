@@ -168,10 +168,9 @@ def flops_per_step(job: Job, plan: Plan) -> tuple[float, float]:
     again = 0.0
     for pipeline in plan.pipelines:
         for stage in pipeline.stages:
-            if stage.recompute != "none":
-                part = 0 if stage.recompute == "full" else 2
-                again += pipeline.samples * pipeline.replicas * sum(
-                    known[b.kind][part] for b in job.model.blocks[slice(*stage.blocks)])
+            again += pipeline.samples * pipeline.replicas * sum(
+                known[job.model.blocks[b].kind][0 if mode == "full" else 2]
+                for b, mode in stage.modes.items() if mode != "none")
     return model, model + again
 
 
@@ -326,7 +325,9 @@ def _advice(use: DeviceUse, plan: Plan, job: Job, device: Device) -> str:
     if moving > state:
         tips += _lighter(use, plan, device)
         if stage.recompute != "full":
-            tips.append(f"recompute {'selective or full' if stage.recompute == 'none' else 'full'}")
+            modes = {*stage.modes.values()}
+            tips.append(f"recompute {'selective or full' if modes == {'none'} else 'full'}"
+                        f"{' for all blocks' if len(modes) > 1 else ''}")
         if pipeline.micro_batch > 1:
             tips.append(f"a micro-batch below {pipeline.micro_batch}")
         if stage.size > 1 and len(pipeline.stages) > 1:
@@ -341,7 +342,7 @@ def _advice(use: DeviceUse, plan: Plan, job: Job, device: Device) -> str:
             tips.append("more stages or tensor parallelism (with one replica there is nothing to shard)")
         if stage.size > 1 and len(pipeline.stages) > 1:
             tips.append(f"fewer than {stage.size} blocks here")
-    note = attention_note(job.model.blocks[slice(*stage.blocks)], pipeline.micro_batch, stage.tensor, device, job,
-                          recompute=stage.recompute)
+    note = attention_note([(job.model.blocks[b], mode) for b, mode in stage.modes.items()], pipeline.micro_batch,
+                          stage.tensor, device, job)
     advice = f"Try {' or '.join(tips)}." if tips else "Try more devices for this stage."
     return f"{advice} ({note} per micro-batch)" if note else advice

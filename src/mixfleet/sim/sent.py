@@ -51,11 +51,12 @@ def bytes_sent(program: Program, plan: Plan, job: Job, layout: Layout) -> dict[s
                 for rank in (rank for ranks in groups for rank in ranks):
                     found[rank][op] += moved[op, action.lo][rank]
             elif op in (F, B, I):
+                modes = stage.modes
                 for ranks, length in zip(groups, tokens) if stage.tensor > 1 or pipeline.context > 1 else ():
                     shape = (sizes[action.mb], length, stage.tensor)
                     sent = Counter[str]()
                     for b in range(action.lo, action.hi):
-                        sent += _inside(job.model.blocks[b], action, shape, pipeline.context, job, stage.recompute)
+                        sent += _inside(job.model.blocks[b], action, shape, pipeline.context, job, modes[b])
                     for rank in ranks:
                         found[rank].update(sent)
     return {str(rank): {op: n for op, n in counts.items() if n} for rank, counts in found.items()}

@@ -1,0 +1,147 @@
+"""Which blocks to recompute: time against memory, block by block (as MONET trades them, arXiv 2603.15002).
+
+A set of blocks under recompute saves what they would keep and costs their forward once more. The sets that nothing
+else beats in both are found by dynamic programming over the blocks; which one a stage can afford, the simulator says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from mixfleet.cluster import Cluster
+from mixfleet.cost.kernels import block_cost
+from mixfleet.cost.memory import allocator_factor, recompute_bytes, saved_bytes
+from mixfleet.job import Job
+from mixfleet.plan import Plan, Stage
+from mixfleet.schedule.named import SCHEDULES
+from mixfleet.schedule.properties import held_at_peak
+from mixfleet.search.tables import MODES
+from mixfleet.sim import Prediction
+from mixfleet.units import NS_PER_S
+
+MOST_POINTS = 2000
+"""Of a frontier between two blocks; beyond that many, those close to their neighbours are left out."""
+
+
+class Choice(NamedTuple):
+    """One mode of one block."""
+
+    time_ns: int
+    """What it recomputes for one micro-batch."""
+    kept_bytes: int
+    """Of all micro-batches in flight."""
+    again_bytes: int
+    """What backward brings back for its own duration."""
+
+
+class Point(NamedTuple):
+    """One way to take a choice per block."""
+
+    nbytes: int
+    """Kept by all blocks, and the most that one of them brings back."""
+    time_ns: int
+    chosen: tuple[int, ...]
+    """Per block the index of its choice."""
+
+
+_Path = tuple["_Path", int] | None
+"""The choices so far, last one outside."""
+
+
+def frontier(blocks: Sequence[Sequence[Choice]]) -> list[Point]:
+    """The Pareto set of time against memory over all ways to take one choice per block, least memory first.
+
+    The most that is brought back is a maximum, not a sum: for each cap on it the sums are a problem of their own.
+    Exact while no frontier exceeds `MOST_POINTS`.
+    """
+    found: list[tuple[int, int, _Path]] = []
+    for cap in sorted({c.again_bytes for choices in blocks for c in choices}):
+        sums: list[tuple[int, int, _Path]] = [(cap, 0, None)]
+        for choices in blocks:
+            allowed = [(i, c) for i, c in enumerate(choices) if c.again_bytes <= cap]
+            sums = _thinned(_best([(nbytes + c.kept_bytes, time_ns + c.time_ns, (path, i))
+                                   for nbytes, time_ns, path in sums for i, c in allowed]))
+        found += sums
+    return [Point(nbytes, time_ns, _unrolled(path)) for nbytes, time_ns, path in _best(found)]
+
+
+def _best(points: list[tuple[int, int, _Path]]) -> list[tuple[int, int, _Path]]:
+    """Those that no other beats, least bytes first."""
+    kept: list[tuple[int, int, _Path]] = []
+    for point in sorted(points, key=lambda p: p[:2]):
+        if not kept or point[1] < kept[-1][1]:
+            kept.append(point)
+    return kept
+
+
+def _thinned(points: list[tuple[int, int, _Path]]) -> list[tuple[int, int, _Path]]:
+    if len(points) <= MOST_POINTS:
+        return points
+    last = len(points) - 1
+    return [points[last * i // (MOST_POINTS - 1)] for i in range(MOST_POINTS)]
+
+
+def _unrolled(path: _Path) -> tuple[int, ...]:
+    found: list[int] = []
+    while path:
+        path, i = path
+        found.append(i)
+    return tuple(reversed(found))
+
+
+Room = dict[tuple[int, int], int]
+"""Per (pipeline, stage), the bytes that its blocks may keep and bring back."""
+
+
+def room_bytes(now: Prediction, cluster: Cluster) -> Room:
+    """What they take now at the peak, and what is free then on the fullest device."""
+    room: Room = {}
+    for use in now.devices:
+        free = (use.capacity_bytes - use.peak_bytes) / allocator_factor(cluster.devices[use.rank])
+        mine = use.breakdown.get("activations", 0) + use.breakdown.get("recomputed", 0) + int(free)
+        at = use.pipeline, use.stage
+        room[at] = min(room.get(at, mine), mine)
+    return room
+
+
+def spared(plan: Plan, room: Room, job: Job, cluster: Cluster) -> Plan:
+    """The plan with as little recompute, block by block, as the room allows."""
+    if plan.schedule != "custom" and SCHEDULES[plan.schedule].ways > 1:
+        return plan
+    return plan.replace(pipelines=tuple(
+        pipe.replace(stages=tuple(_within(plan, p, s, room[p, s], job, cluster) for s in range(len(pipe.stages))))
+        for p, pipe in enumerate(plan.pipelines)))
+
+
+def _within(plan: Plan, p: int, s: int, most_bytes: int, job: Job, cluster: Cluster) -> Stage:
+    """The stage with the modes of least time that keep at most `most_bytes`; as it is where nothing is to gain."""
+    stage, pipe = plan.pipelines[p].stages[s], plan.pipelines[p]
+    if stage.recompute == "none":
+        return stage
+    tokens = max(pipe.tokens(job.seq_len, copy) for copy in range(pipe.context))
+    shape, context = (pipe.micro_batch, tokens, stage.tensor), job.seq_len / tokens
+    devices = dict.fromkeys(cluster.devices[rank] for rank in stage.devices)
+    in_flight = dict(_in_flight(plan, p, s))
+    options = []
+    for b in stage.held:
+        block = job.model.blocks[b]
+        options.append([Choice(
+            max(round(block_cost(block, *shape, d, job, mode, context).recompute_s * NS_PER_S) for d in devices),
+            in_flight[b] * max(saved_bytes(block, *shape, d, job, mode, context) for d in devices),
+            max(recompute_bytes(block, *shape, d, job, mode, context) for d in devices)) for mode in MODES])
+    now_ns = sum(choices[MODES.index(mode)].time_ns for choices, mode in zip(options, stage.modes.values()))
+    fits = [point for point in frontier(options) if point.nbytes <= most_bytes and point.time_ns < now_ns]
+    return stage.with_modes({b: MODES[i] for b, i in zip(stage.held, fits[-1].chosen)}) if fits else stage
+
+
+def _in_flight(plan: Plan, p: int, s: int) -> Iterator[tuple[int, int]]:
+    """Per block of a stage, how many micro-batches it keeps when the stage keeps most."""
+    pipe = plan.pipelines[p]
+    if plan.accumulation == "layered":
+        yield from ((b, len(pipe.micro_batches)) for b in pipe.stages[s].held)
+        return
+    most = held_at_peak(pipe.orders(plan.schedule)[s])
+    for k, chunk in enumerate(pipe.chain):
+        if chunk.stage == s:
+            yield from ((b, most[k]) for b in range(chunk.lo, chunk.hi))
