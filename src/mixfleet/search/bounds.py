@@ -157,7 +157,8 @@ def bound_s(tables: Tables, plan: Plan) -> float:
                 busy, k = 0.0, 1
             # The gradient of the topmost block is ready after its own backward in the last micro-batch.
             lo, hi = stage.blocks
-from mixfleet.search.tables import Table, Tables
+            table = replica_table(tables, pipeline, stage, sizes[-1])
+            below = table.backward_of(stage, lo, hi - 1) if hi - lo > 1 else 0.0
             # Each use gathers a unit, but for the few that are still there when the direction turns.
             turning = sorted(units, key=lambda u: -layout.units[u].elements)[:plan.sharding.prefetch + 2]
             gather, reduce = prices.total(GATHER, [u for u in units if u not in turning]), prices.total(REDUCE, units)
