@@ -1,6 +1,8 @@
-"""The compiled walk against the event queue and against the readable timeline."""
+"""The walk that predictions use against the readable event queue, and orders against the readable timeline."""
 
 from __future__ import annotations
+
+from random import Random
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from mixfleet.sim import compiled
 from mixfleet.sim.compiled import Arrays, pipeline, run
 from mixfleet.sim.engine import Graph
 from mixfleet.sim.engine import run as play
+from mixfleet.sim.flow import flow
 
 
 @pytest.fixture(params=["compiled", "plain"])
@@ -36,6 +39,47 @@ def test_times_are_those_of_the_event_queue(n, random):
     start, end = run(Arrays.of(np.array(graph.duration_ns, np.int64), before, after))
     assert start.tolist() == times.start
     assert end.tolist() == times.end
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 5), st.sampled_from((0.02, 0.1, 0.3)),
+       st.randoms(use_true_random=False))
+def test_shared_ports_are_shared_to_the_nanosecond(n, ports, density, random):
+    """Flows of few kinds, so that many happen at the same instants, and of odd sizes, so that rounding shows."""
+    def one():
+        through = random.sample(range(ports), random.randint(1, ports))
+        demands = [(p, random.choice([1e9, 3e9, 7e9]), random.choice([1, 77, 1001])) for p in through]
+        more = random.choice([(), [k * random.randint(1, 3) for _, _, k in demands]])
+        return flow(random.choice([0.0, 0.0, 5e-9]), demands, more)
+
+    kinds = [one() for _ in range(random.randint(1, 6))]
+    graph = Graph()
+    for _ in range(n):
+        if random.random() < 0.6:
+            graph.add(flow=random.choice(kinds))
+        else:
+            graph.add(random.choice([0, 0, 7, random.randint(1, 99)]))
+    for b in range(n):
+        for a in range(b):
+            if random.random() < density:
+                graph.order(a, b)
+    times = play(graph)
+    found = compiled.play(graph)
+    assert found == times
+    assert found.critical() == times.critical()
+
+
+def test_compiled_code_tells_the_same_causes(monkeypatch):
+    graph, random = Graph(), Random(3)
+    for b in range(60):
+        graph.add(random.randint(0, 3))
+        for a in range(b):
+            if random.random() < 0.1:
+                graph.order(a, b)
+    expected = play(graph)
+    monkeypatch.setattr(compiled, "MANY", 1)
+    assert compiled.play(graph) == expected
+    assert compiled.play(graph).critical() == expected.critical()
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

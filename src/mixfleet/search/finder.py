@@ -27,6 +27,7 @@ from mixfleet.search.result import Objective, SearchResult
 from mixfleet.search.space import Limits, Shape, classes_of, enumerate_all, shapes, used
 from mixfleet.search.tables import Tables
 from mixfleet.sim import Prediction, predict
+from mixfleet.sim.prediction import few_collections
 from mixfleet.units import show_seconds
 
 Progress = Callable[[str], None]
@@ -266,10 +267,15 @@ def find(job: Job, cluster: Cluster, *, top: int = 5, max_seconds: float = 120.0
     (`complete`). `schedule_search` tries orders of their own (`custom`) for the best pipelines. Raises InputError for
     an objective that the cluster does not allow. Nothing that fits is an answer.
     """
+    with few_collections():
+        return _found(Search(job, cluster, objective or job.objective, max_seconds, progress), top, limits or Limits(),
+                      schedule_search)
+
+
+def _found(search: Search, top: int, limits: Limits, schedule_search: bool) -> SearchResult:
     from mixfleet.search.explain import explain
 
-    search = Search(job, cluster, objective or job.objective, max_seconds, progress)
-    exact = search.enumerate(limits or Limits(), top)
+    exact = search.enumerate(limits, top)
     for wide in () if exact else (False, True):
         if not search.found:
             search.expand(shapes(search.tables, search.classes,

@@ -1,18 +1,22 @@
-"""Graphs of millions of tasks of fixed duration, as arrays and in compiled code.
+"""The engine of predictions: one walk over a graph of tasks, for graphs of millions in compiled code.
 
-Without shared ports every task starts when the last of those it waits for has ended, so one walk in the order of
-dependencies gives all times; `engine.run` gives the same to the nanosecond. Uses numba (extra `fast`) where it is
-installed; plain Python otherwise, with equal results.
+Tasks of fixed duration start when the last of those they wait for has ended, so they need no clock; only flows that
+share ports are played in order of time. `engine.run` gives the same to the nanosecond. Large graphs without shared
+ports use numba (extra `fast`) where it is installed; plain Python otherwise, with equal results.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
+from itertools import accumulate, chain
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from mixfleet.schedule.greedy import Orders, Work
+from mixfleet.sim.engine import Graph, Times
+from mixfleet.sim.flow import Flow, speeds
 from mixfleet.units import NS_PER_S
 
 Ints: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[np.int64]]"
@@ -73,15 +77,46 @@ def pipeline(work: Work, orders: Orders) -> Arrays:
 
 def run(graph: Arrays) -> tuple[Ints, Ints]:
     """Start and end of every task in ns; tasks that wait for each other in a circle stay at -1."""
-    waits = np.bincount(graph.then, minlength=len(graph.duration_ns)).astype(np.int64)
-    start, end = np.zeros(len(waits), np.int64), np.full(len(waits), -1, np.int64)
-    _walker()(graph.duration_ns, graph.first, graph.then, waits, start, end)
-    start[end < 0] = -1
+    start, end, _ = _played(graph)
     return start, end
 
 
-def _walk(duration: Sequence[int], first: Sequence[int], then: Sequence[int], waits: Any, start: Any,
-          end: Any) -> None:
+def play(graph: Graph) -> Times:
+    """The same as `engine.run`, to the nanosecond, in a fraction of its time; compiled if there are many tasks and no
+    shared ports."""
+    n = len(graph.duration_ns)
+    first = [0, *accumulate(map(len, graph.after))]
+    then = list(chain.from_iterable(graph.after))
+    if n >= MANY and not any(graph.flows):
+        arrays = Arrays(*(np.array(x, np.int64) for x in (graph.duration_ns, first, then)))
+        return Times(*(x.tolist() for x in _played(arrays)))
+    flows: dict[int, int] = {}
+    kind = [-1 if one is None else flows.setdefault(id(one), len(flows)) for one in graph.flows]
+    found = {id(one): one for one in graph.flows if one is not None}
+    start, end, cause = [0] * n, [-1] * n, [-1] * n
+    _flowing(graph.duration_ns, kind, first, then, list(graph.waits), start, end, cause,
+             tuple(found[key] for key in flows))
+    for task in range(n):
+        if end[task] < 0:
+            start[task] = cause[task] = -1
+    return Times(start, end, cause)
+
+
+MANY = 100_000
+"""Tasks from which loading compiled code is worth its time."""
+
+
+def _played(graph: Arrays) -> tuple[Ints, Ints, Ints]:
+    n = len(graph.duration_ns)
+    waits = np.bincount(graph.then, minlength=n).astype(np.int64)
+    start, end, cause = np.zeros(n, np.int64), np.full(n, -1, np.int64), np.full(n, -1, np.int64)
+    _walker()(graph.duration_ns, graph.first, graph.then, waits, start, end, cause)
+    start[end < 0] = cause[end < 0] = -1
+    return start, end, cause
+
+
+def _walk(duration: Sequence[int], first: Sequence[int], then: Sequence[int], waits: Any, start: Any, end: Any,
+          cause: Any) -> None:
     stack = np.empty(len(waits), np.int64)
     top = 0
     for task in range(len(waits)):
@@ -95,12 +130,105 @@ def _walk(duration: Sequence[int], first: Sequence[int], then: Sequence[int], wa
         end[task] = done
         for i in range(first[task], first[task + 1]):
             other = then[i]
-            if done > start[other]:
+            if done > start[other] or cause[other] < 0 or (done == start[other] and task > cause[other]):
                 start[other] = done
+                cause[other] = task
             waits[other] -= 1
             if waits[other] == 0:
                 stack[top] = other
                 top += 1
+
+
+def _flowing(duration: list[int], kind: list[int], first: list[int], then: list[int], waits: list[int],
+             start: list[int], end: list[int], cause: list[int], flows: tuple[Flow, ...]) -> None:
+    """Tasks of fixed duration are played as soon as their start is known, whatever the time; flows in order of time.
+
+    `kind` is a task's place in `flows`, -1 for a fixed duration. At every instant in which flows come or go, those
+    that depend on each other get new speeds.
+    """
+    n = len(waits)
+    ports = [[port for port, _ in one.demands] for one in flows]
+    latency, alone = [one.latency_ns for one in flows], [float(one.alone_ns) for one in flows]
+    lone = [speeds([one])[0] for one in flows]
+    left, speed, since, due = [0.0] * n, [0.0] * n, [0] * n, [-1] * n
+    on: dict[int, list[int]] = {port: [] for row in ports for port in row}
+    """Flows under way, by port."""
+    changed: dict[int, None] = {}
+    """Ports on which some came or went in this instant."""
+    queue: list[tuple[int, int]] = []
+    """(ns, task): a flow that starts to move its bytes, or one that ends."""
+    ready = [task for task in range(n) if not waits[task]]
+    now = 0
+    while True:
+        while ready:
+            task = ready.pop()
+            if kind[task] < 0:
+                end[task] = done = start[task] + duration[task]
+            elif end[task] < 0:
+                due[task] = start[task] + latency[kind[task]]
+                heappush(queue, (due[task], task))
+                continue
+            else:
+                done = end[task]
+            for i in range(first[task], first[task + 1]):
+                other = then[i]
+                if done > start[other] or cause[other] < 0 or (done == start[other] and task > cause[other]):
+                    start[other] = done
+                    cause[other] = task
+                waits[other] -= 1
+                if not waits[other]:
+                    ready.append(other)
+        if changed and (not queue or queue[0][0] > now):
+            seen: set[int] = set()
+            for port in changed:
+                for task in on[port]:
+                    if task in seen:
+                        continue
+                    group = [task] if all(len(on[p]) == 1 for p in ports[kind[task]]) else _together(task, on, ports,
+                                                                                                     kind)
+                    seen.update(group)
+                    new = [lone[kind[task]]] if len(group) == 1 else speeds([flows[kind[one]] for one in group])
+                    for one, fast in zip(group, new):
+                        if fast != speed[one]:
+                            left[one] -= (now - since[one]) * speed[one]
+                            since[one], speed[one] = now, fast
+                            due[one] = now + max(round(left[one] / fast), 0)
+                            heappush(queue, (due[one], one))
+            changed.clear()
+            continue
+        if not queue:
+            return
+        now, task = heappop(queue)
+        if due[task] != now or end[task] >= 0:  # it has changed its speed since
+            continue
+        k = kind[task]
+        if speed[task]:
+            end[task] = now
+            ready.append(task)
+            for port in ports[k]:
+                on[port].remove(task)
+                changed[port] = None
+        else:
+            left[task], since[task] = alone[k], now
+            due[task] = -1
+            for port in ports[k]:
+                on[port].append(task)
+                changed[port] = None
+
+
+def _together(task: int, on: dict[int, list[int]], ports: list[list[int]], kind: list[int]) -> list[int]:
+    """The flows under way whose speeds depend on that of `task`, itself included, in order."""
+    found, known = {task}, set[int]()
+    queue = [task]
+    for one in queue:
+        for port in ports[kind[one]]:
+            if port not in known:
+                known.add(port)
+                for other in on[port]:
+                    if other not in found:
+                        found.add(other)
+                        queue.append(other)
+    return sorted(found)
 
 
 _made: list[Callable[..., None]] = []

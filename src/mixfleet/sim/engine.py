@@ -40,7 +40,7 @@ _END, _ENTER = 0, 1
 
 
 class Times(NamedTuple):
-    """Per task: start and end in ns, and the task whose end let it start (-1: none)."""
+    """Per task: start and end in ns, and the task whose end let it start: of equals the last one (-1: none)."""
 
     start: list[int]
     end: list[int]
@@ -57,7 +57,10 @@ class Times(NamedTuple):
 
 
 def run(graph: Graph) -> Times:
-    """Plays the graph. Tasks that wait for each other in a circle are left at -1."""
+    """Plays the graph, event by event. Tasks that wait for each other in a circle are left at -1.
+
+    The readable engine: `compiled.play` gives the same in less time.
+    """
     durations, flows, after = graph.duration_ns, graph.flows, graph.after
     waits = list(graph.waits)
     start, end = [-1] * len(waits), [-1] * len(waits)
@@ -67,7 +70,17 @@ def run(graph: Graph) -> Times:
     queue: list[tuple[int, int, int, int]] = []
     inserted = now = 0
     ready = [task for task, n in enumerate(waits) if not n]
-    while ready or queue:
+
+    def ended(task: int) -> None:
+        end[task] = now
+        for other in after[task]:
+            if cause[other] < 0 or end[cause[other]] < now or task > cause[other]:
+                cause[other] = task
+            waits[other] -= 1
+            if not waits[other]:
+                ready.append(other)
+
+    while ready or queue or network.unsettled:
         for task in ready:  # grows while it is walked: tasks without duration end at once
             start[task] = now
             inserted += 1
@@ -78,35 +91,22 @@ def run(graph: Graph) -> Times:
                 due[task] = now + durations[task]
                 heappush(queue, (due[task], _END, inserted, task))
             else:
-                end[task] = now
-                for other in after[task]:
-                    waits[other] -= 1
-                    if not waits[other]:
-                        cause[other] = task
-                        ready.append(other)
-        ready = []
-        moved = False
-        if queue:
-            now = queue[0][0]
-        while queue and queue[0][0] == now:
-            _, kind, _, task = heappop(queue)
-            one = flows[task]
-            if kind == _ENTER:
-                network.add(task, now)
-                moved = True
-            elif due[task] == now and end[task] < 0:  # else: the flow changed its speed since
-                end[task] = now
-                if one is not None:
-                    network.remove(task)
-                    moved = True
-                for other in after[task]:
-                    waits[other] -= 1
-                    if not waits[other]:
-                        cause[other] = task
-                        ready.append(other)
-        if moved:
+                ended(task)
+        ready.clear()
+        if not queue or queue[0][0] > now:  # all that happens in this instant has happened
             for task, ends in network.settle(now):
                 due[task] = ends
                 inserted += 1
                 heappush(queue, (ends, _END, inserted, task))
+        if queue:
+            now, kind, _, task = heappop(queue)
+            if kind == _ENTER:
+                network.add(task, now)
+            elif due[task] == now and end[task] < 0:  # else: the flow changed its speed since
+                if flows[task] is not None:
+                    network.remove(task)
+                ended(task)
+    for task in range(len(end)):
+        if end[task] < 0:
+            cause[task] = -1
     return Times(start, end, cause)

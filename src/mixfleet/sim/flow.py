@@ -79,6 +79,11 @@ class Network:
         self._since_ns: dict[int, int] = {}
         self._touched: dict[int, None] = {}
 
+    @property
+    def unsettled(self) -> bool:
+        """Whether speeds are to be worked out anew."""
+        return bool(self._touched)
+
     def _ports(self, task: int) -> tuple[tuple[int, float], ...]:
         one = self._flows[task]
         assert one is not None

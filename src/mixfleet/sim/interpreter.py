@@ -36,7 +36,8 @@ from mixfleet.program.action import (
     stream_of,
 )
 from mixfleet.program.layout import Layout
-from mixfleet.sim.engine import Graph, Times, run
+from mixfleet.sim import compiled
+from mixfleet.sim.engine import Graph, Times
 from mixfleet.sim.flow import Flow, flow
 from mixfleet.sim.fold import Colours, distinct, refine
 from mixfleet.sim.hazards import hazards
@@ -123,7 +124,7 @@ class _Player:
         for e, colour in enumerate(self._colours.entities):
             groups.setdefault(colour, []).append(e)
         voices = [self._voice(group) for group in groups.values()]
-        times = run(self._graph)
+        times = compiled.play(self._graph)
         if min(times.end, default=0) < 0:
             raise RuntimeError("the program deadlocks: some actions wait for each other")
         entities = self._traffic.entities
@@ -246,6 +247,8 @@ class Pricing:
         self._numbers: dict[object, int] = {}
         self._device = [self._number(d) for d in cluster.devices]
         self._known: dict[tuple[object, ...], tuple[Part, ...]] = {}
+        self._kinds: dict[tuple[object, ...], int] = {}
+        self._kind_of: dict[int, int] = {}
         self._groups: dict[tuple[object, ...], int] = {}
         self._group_of: dict[int, int] = {}
         self._talk: dict[tuple[int, str, int, str], float] = {}
@@ -277,11 +280,14 @@ class Pricing:
         entity = self._entities[e]
         return self._plan.pipelines[entity.pipeline].stages[entity.stage]
 
-    def kind(self, e: int) -> tuple[object, ...]:
+    def kind(self, e: int) -> int:
         """Entities of equal kind take equally long for the same action, transfers aside."""
-        entity = self._entities[e]
-        return (entity.pipeline, entity.stage, tuple([self._device[r] for r in entity.ranks]), self._group(e),
-                self._layout.share(entity.replica), self._shared_sequence(e))
+        if e not in self._kind_of:
+            entity = self._entities[e]
+            self._kind_of[e] = self._kinds.setdefault(
+                (entity.pipeline, entity.stage, tuple([self._device[r] for r in entity.ranks]), self._group(e),
+                 self._layout.share(entity.replica), self._shared_sequence(e)), len(self._kinds))
+        return self._kind_of[e]
 
     def _parts_of(self, e: int) -> list[int]:
         """The entities that hold the parts of the sequences of this one, in order; itself without context parallelism.

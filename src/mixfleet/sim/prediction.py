@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import gc
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from math import ceil
 
 from mixfleet import trace as tr
@@ -131,7 +133,26 @@ def predict(plan: Plan, job: Job, cluster: Cluster, *, trace: bool = False,
     reason = why_not(plan, job, cluster)
     if reason:
         raise InputError(reason, where=f"plan {plan.name}" if plan.name else "")
-    sent = len(plan.ranks) <= SENT_LIMIT if sent is None else sent
+    with few_collections():
+        return _predicted(plan, job, cluster, trace, len(plan.ranks) <= SENT_LIMIT if sent is None else sent)
+
+
+@contextmanager
+def few_collections() -> Iterator[None]:
+    """Garbage is collected rarely: many small values are made that live on, and looking at them again is wasted."""
+    before = gc.get_threshold()
+    gc.set_threshold(max(before[0], YOUNG) if before[0] else 0, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+YOUNG = 500_000
+"""New values before a collection."""
+
+
+def _predicted(plan: Plan, job: Job, cluster: Cluster, trace: bool, sent: bool) -> Prediction:
     layout = Layout(plan, job.model)
     program = lower(plan, job.model, layout)
     played = play(program, plan, job, cluster, layout)
