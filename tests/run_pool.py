@@ -201,15 +201,17 @@ def expected_bytes(case: Case) -> dict[tuple[str, int, int], int]:
     """Payload bytes by (kind, source, destination) that the layout says, over all steps of a case."""
     layout, numbers = Layout(case.plan, case.job.model), Numbers.of(case.job)
     total: Counter[tuple[str, int, int]] = Counter()
-    for role in lower(case.plan, case.job.model, layout).roles:
+    span = case.plan.span
+    for role in (whole.view(k) for whole in lower(case.plan, case.job.model, layout).roles
+                 for k in range(len(whole.seats))):
         for copy in range(case.plan.pipelines[role.pipeline].copies):
-            for rank in case.plan.pipelines[role.pipeline].stages[role.stage].ranks(copy):
+            for post in case.plan.posts(role.pipeline, role.stage, copy):
                 for a in role.actions:
                     if a.op in ("G", "P", "R", "Y"):
                         size = (numbers.compute if a.op in "GP" else numbers.gradient).itemsize
                         for m in layout.moves(a.op, a.lo):
-                            if m.src == rank:
-                                total[a.op, rank, m.dst] += (m.hi - m.lo) * size * case.steps
+                            if m.src == post and m.dst % span != post % span:
+                                total[a.op, post % span, m.dst % span] += (m.hi - m.lo) * size * case.steps
     return dict(total)
 
 

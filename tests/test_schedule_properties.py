@@ -66,7 +66,7 @@ def chain(samples=4, memory=10**10, schedule="1f1b") -> tuple[Plan, object, obje
             cluster(*[device(times).replace(memory_bytes=memory)] * 2))
 
 
-@pytest.mark.parametrize("name", [name for name, s in SCHEDULES.items() if s.ways == 1])
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_a_plan_under_other_schedules_keeps_devices_and_blocks(name):
     plan, job_, cluster_ = chain()
     other = under(plan, name, job_, cluster_)
@@ -74,6 +74,12 @@ def test_a_plan_under_other_schedules_keeps_devices_and_blocks(name):
     assert why_not(other, job_, cluster_) is None
     assert other.schedule == name
     assert [(s.size, s.devices) for s in other.pipelines[0].stages] == [(3, (0,)), (2, (1,))]
+    if SCHEDULES[name].ways == 2:
+        assert [(s.text, s.devices) for s in other.pipelines[1].stages] == [("0-1", (1,)), ("2-4", (0,))]
+    assert sum(p.samples for p in other.pipelines) == 4
+    back = under(other, "1f1b", job_, cluster_)
+    assert isinstance(back, Plan)
+    assert back == plan.replace(schedule="1f1b")
 
 
 def test_comparison_gives_reasons_and_is_the_simulators():

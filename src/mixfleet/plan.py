@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise
@@ -15,13 +16,13 @@ from mixfleet.cluster import Cluster
 from mixfleet.errors import InputError
 from mixfleet.files import FORMAT_KEY, VERSIONS, Document, Keys, decode, read_spec, write_yaml
 from mixfleet.job import Job
-from mixfleet.schedule.greedy import Orders, parse_steps, stuck
+from mixfleet.schedule.greedy import Orders, Step, parse_steps, stuck
 from mixfleet.schedule.named import SCHEDULES
 from mixfleet.spec import Spec
 
 Recompute = Literal["none", "selective", "full"]
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "looped-bfs", "wave", "zb-h1", "zb-h2", "zb-v", "dualpipe-v",
-                       "custom"]
+                       "chimera", "dualpipe", "custom"]
 """Those of `schedule.named`, and `custom`: every stage's own `order`."""
 
 
@@ -225,6 +226,56 @@ class Plan(Spec, frozen=True, kw_only=True, dict=True):
         """Devices in use, ascending."""
         return tuple(sorted({d for p in self.pipelines for s in p.stages for d in s.devices}))
 
+    @cached_property
+    def crews(self) -> tuple[tuple[int, ...], ...]:
+        """The pipelines by the devices that they run on: one alone, or several that share all of theirs."""
+        found: list[list[int]] = []
+        crew_of: dict[int, int] = {}
+        for p, pipeline in enumerate(self.pipelines):
+            ranks = [d for s in pipeline.stages for d in s.devices]
+            crew = next((crew_of[d] for d in ranks if d in crew_of), len(found))
+            if crew == len(found):
+                found.append([])
+            found[crew].append(p)
+            crew_of.update(dict.fromkeys(ranks, crew))
+        return tuple(map(tuple, found))
+
+    @cached_property
+    def shared(self) -> bool:
+        """Whether some devices stand in several pipelines."""
+        return len(self.crews) < len(self.pipelines)
+
+    @cached_property
+    def span(self) -> int:
+        """What tells the posts of a rank apart: see `posts`."""
+        return self.ranks[-1] + 1
+
+    def posts(self, pipeline: int, stage: int, replica: int) -> tuple[int, ...]:
+        """The tensor-parallel group of one replica of a stage. A rank has a post in each pipeline in which it stands,
+        rank + span * place of the pipeline in its crew; so posts are ranks where no devices are shared."""
+        ranks = self.pipelines[pipeline].stages[stage].ranks(replica)
+        seat = next(crew.index(pipeline) for crew in self.crews if pipeline in crew) if self.shared else 0
+        return tuple(rank + seat * self.span for rank in ranks) if seat else ranks
+
+    def seats(self, crew: tuple[int, ...]) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Per stage of a crew's first pipeline, the (pipeline, stage) that its devices hold, one in each pipeline."""
+        if len(crew) == 1:
+            return tuple(((crew[0], s),) for s in range(len(self.pipelines[crew[0]].stages)))
+        index = [{stage.devices: s for s, stage in enumerate(self.pipelines[p].stages)} for p in crew]
+        return tuple(tuple((p, index[i][stage.devices]) for i, p in enumerate(crew))
+                     for stage in self.pipelines[crew[0]].stages)
+
+    def orders(self, crew: tuple[int, ...]) -> tuple[tuple[tuple[int, Step], ...], ...]:
+        """Per stage of a crew's first pipeline, what its devices do: (place of a pipeline in the crew, step of it)."""
+        pipelines = [self.pipelines[p] for p in crew]
+        if len(crew) == 1:
+            return tuple(tuple((0, step) for step in order) for order in pipelines[0].orders(self.schedule))
+        counts = [len(p.micro_batches) for p in pipelines]
+        chunks, firsts = ([0, *accumulate(n)] for n in ([len(p.chain) for p in pipelines], counts))
+        found = SCHEDULES[self.schedule].orders(_homes(self, crew), *counts)
+        return tuple(tuple((seat, (op, k - chunks[seat], m - firsts[seat])) for op, k, m in order
+                           for seat in (bisect(chunks, k) - 1,)) for order in found)
+
     @property
     def global_batch(self) -> int:
         return sum(p.samples * p.replicas for p in self.pipelines)
@@ -306,14 +357,19 @@ def why_not(plan: Plan, job: Job, cluster: Cluster) -> str | None:
 
 def _reasons(plan: Plan, job: Job, cluster: Cluster) -> Iterator[str]:
     yield from _wrong_cluster(plan, cluster)
-    used: dict[int, str] = {}
+    ways = 1 if plan.schedule == "custom" else SCHEDULES[plan.schedule].ways
+    used: list[dict[int, str]] = [{} for _ in range(ways)]
     for p, pipeline in enumerate(plan.pipelines):
         yield from _wrong_batch(pipeline, f"pipelines[{p}]")
         yield from _wrong_blocks(pipeline, job, f"pipelines[{p}]")
-        yield from _wrong_schedule(pipeline, plan.schedule, f"pipelines[{p}]")
+        crew = next(crew for crew in plan.crews if p in crew)
+        yield from _wrong_schedule(plan, crew, p)
         yield from _wrong_context(pipeline, job, f"pipelines[{p}]")
         for s, stage in enumerate(pipeline.stages):
-            yield from _wrong_stage(stage, pipeline.copies, job, cluster, used, f"pipelines[{p}].stages[{s}]")
+            yield from _wrong_stage(stage, pipeline.copies, job, cluster, used[min(crew.index(p), ways - 1)],
+                                    f"pipelines[{p}].stages[{s}]")
+    if plan.shared:
+        yield from _wrong_sharing(plan)
     if plan.global_batch != job.global_batch:
         yield (f"the pipelines take {plan.global_batch} sequences per step; the job's global batch is "
                f"{job.global_batch}. Change `samples` by {job.global_batch - plan.global_batch:+d} in all")
@@ -400,12 +456,30 @@ def _wrong_stage(stage: Stage, copies: int, job: Job, cluster: Cluster, used: di
                    f"{' or '.join(map(str, near))}")
 
 
-def _wrong_schedule(pipeline: Pipeline, schedule: ScheduleName, where: str) -> Iterator[str]:
+def _homes(plan: Plan, crew: tuple[int, ...]) -> tuple[int, ...]:
+    """Which stage of the crew's first pipeline has the devices of each chunk, over the chains of all its pipelines."""
+    where = {stage.devices: s for s, stage in enumerate(plan.pipelines[crew[0]].stages)}
+    return tuple(where[pipeline.stages[c.stage].devices] for pipeline in (plan.pipelines[p] for p in crew)
+                 for c in pipeline.chain)
+
+
+def _wrong_schedule(plan: Plan, crew: tuple[int, ...], p: int) -> Iterator[str]:
+    pipeline, schedule, where = plan.pipelines[p], plan.schedule, f"pipelines[{p}]"
     home, count = tuple(c.stage for c in pipeline.chain), len(pipeline.micro_batches)
     if sorted(set(home)) != list(range(len(pipeline.stages))):
         yield f"{where}: the stages must stand in the order in which the chain first reaches them"
     if schedule != "custom":
-        reason = SCHEDULES[schedule].why_not(home, count)
+        counts: tuple[int, ...] = (count,)
+        if SCHEDULES[schedule].ways > 1 and len(crew) > 1:
+            if p != crew[-1]:
+                return
+            unlike = list(_unlike_devices(plan, crew))
+            yield from unlike
+            if unlike:
+                return
+            home, counts = _homes(plan, crew), tuple(len(plan.pipelines[q].micro_batches) for q in crew)
+            where = f"pipelines {' and '.join(map(str, crew))}"
+        reason = SCHEDULES[schedule].why_not(home, *counts)
         if reason:
             yield f"{where}: the schedule {schedule} {reason}"
         return
@@ -419,6 +493,43 @@ def _wrong_schedule(pipeline: Pipeline, schedule: ScheduleName, where: str) -> I
     reason = stuck(home, count, tuple(orders))
     if reason:
         yield f"{where}: {reason}"
+
+
+def _unlike_devices(plan: Plan, crew: tuple[int, ...]) -> Iterator[str]:
+    """Pipelines that share devices do so stage by stage."""
+    first = plan.pipelines[crew[0]]
+    known = {stage.devices: stage.tensor for stage in first.stages}
+    for p in crew[1:]:
+        other = plan.pipelines[p]
+        if other.replicas != first.replicas or len(other.stages) != len(first.stages):
+            yield (f"pipelines {crew[0]} and {p} share devices, so they must have equally many stages and replicas; "
+                   f"they have {len(first.stages)} and {len(other.stages)} stages, {first.replicas} and "
+                   f"{other.replicas} replicas")
+        for s, stage in enumerate(other.stages):
+            if known.get(stage.devices) != stage.tensor:
+                there = "; ".join(f"{', '.join(map(str, d))} (tensor {t})" for d, t in known.items())
+                yield (f"pipelines[{p}].stages[{s}] is on devices {', '.join(map(str, stage.devices))} (tensor "
+                       f"{stage.tensor}); pipelines that share devices do so stage by stage, and those of "
+                       f"pipelines[{crew[0]}] are on {there}")
+
+
+def _wrong_sharing(plan: Plan) -> Iterator[str]:
+    """What does not go with devices that stand in several pipelines."""
+    if plan.sharding.hierarchical:
+        yield (f"sharding.hierarchical is {plan.sharding.hierarchical}, which cannot go with pipelines that share "
+               "devices; take 0")
+    if any(p.context > 1 for p in plan.pipelines):
+        yield "context is above 1, which cannot go with pipelines that share devices; take 1"
+    if max(plan.sharding.weights, plan.sharding.gradients) == 1:
+        return
+    for crew in plan.crews:
+        for seats in plan.seats(crew) if len(crew) > 1 else ():
+            held = [plan.pipelines[p].stages[s] for p, s in seats]
+            twice = {b for b in held[0].held if any(other.holds(b) for other in held[1:])}
+            if twice:
+                yield (f"device {held[0].devices[0]} holds block {min(twice)} in pipelines "
+                       f"{' and '.join(str(p) for p, _ in seats)}; then weights and gradients cannot be sharded. Take "
+                       "weights 1 and gradients 1, or stages that meet nowhere")
 
 
 def _wrong_layers(plan: Plan) -> Iterator[str]:

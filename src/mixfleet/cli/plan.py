@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 @click.option("--max-seconds", type=click.FloatRange(0, min_open=True), default=120.0, show_default=True,
               help="Stop searching after this long; what remains is then stated.")
 @click.option("--objective", type=click.Choice(["time", "cost"]), help="Instead of the job's own.")
-@click.option("--schedule-search", is_flag=True, help="Also search for orders of their own for the best pipelines.")
+@click.option("--schedule-search", is_flag=True,
+              help="Also try the best pipelines in two directions, in a V, and with orders of their own.")
 @html_option
 @json_option
 def plan(job: Path, cluster: Path, output: Path | None, top: int, max_seconds: float, objective: Objective | None,

@@ -1,14 +1,16 @@
 """The actions of a program, and what each reads and writes.
 
 A *role* is one stage of one pipeline; all its replicas and all ranks of its tensor-parallel group do the same
-actions. Every action goes to a stream (`stream_of`). Order within a stream, and the hazards on named values
-(read after write, write after read, write after write, by position in the list), are all the semantics there is:
-both interpreters may overlap streams as far as these allow.
+actions. Where pipelines share devices, a role has a *seat* in each of them, and its actions say for which they are.
+Every action goes to a stream (`stream_of`). Order within a stream, and the hazards on named values (read after write,
+write after read, write after write, by position in the list), are all the semantics there is: both interpreters may
+overlap streams as far as these allow.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from mixfleet.errors import InputError
@@ -22,7 +24,9 @@ Value = tuple[str, int, int]
 F, B, I, W = "F", "B", "I", "W"
 SEND_ACT, RECV_ACT, SEND_GRAD, RECV_GRAD = "SA", "RA", "SG", "RG"
 GATHER, RELEASE, REDUCE, SYNC, NORM, STEP, PUBLISH = "G", "X", "R", "Y", "N", "S", "P"
-_ACTION = re.compile(r"(F|B|I|W|SA|RA|SG|RG|G|X|R|Y|N|S|P)(?:(\d+)(?::(\d+))?)?(?:\.(\d+))?(?:@(\d+))?")
+_ACTION = re.compile(r"(F|B|I|W|SA|RA|SG|RG|G|X|R|Y|N|S|P)(?:(\d+)(?::(\d+))?)?(?:\.(\d+))?(?:@(\d+))?('*|\*)")
+JOINT = -1
+"""The seat of what a rank does once for all its seats: the norm, and exchanges of a unit that several of them hold."""
 
 
 class Action(NamedTuple):
@@ -42,7 +46,8 @@ class Action(NamedTuple):
     S    optimizer step of the owned piece of unit `lo`
     P    hand the updated weights of unit `lo` from the optimizer owners to those who hold them
 
-    State units are the blocks, in order, then one per tied tensor (see `layout`).
+    State units are the blocks, in order, then one per tied tensor (see `layout`). `seat` counts the role's seats; one
+    prime per seat behind the first stands in the text, a star for all of them.
     """
 
     op: str
@@ -50,12 +55,13 @@ class Action(NamedTuple):
     hi: int = 0
     mb: int = -1
     peer: int = -1
+    seat: int = 0
 
     def __str__(self) -> str:
         blocks = f"{self.lo}" if self.hi <= self.lo + 1 else f"{self.lo}:{self.hi}"
         where = "" if self.op == NORM else blocks
         return f"{self.op}{where}" + (f".{self.mb}" if self.mb >= 0 else "") + (
-            f"@{self.peer}" if self.peer >= 0 else "")
+            f"@{self.peer}" if self.peer >= 0 else "") + ("*" if self.seat == JOINT else "'" * self.seat)
 
 
 def boundary(action: Action) -> int:
@@ -64,9 +70,10 @@ def boundary(action: Action) -> int:
 
 
 def stream_of(action: Action) -> tuple[str, int]:
-    """Stream name and channel. Point-to-point actions have one FIFO channel per block boundary and kind."""
+    """Stream name and channel. Point-to-point actions have one FIFO channel per seat, block boundary and kind."""
     if action.op in (SEND_ACT, RECV_ACT, SEND_GRAD, RECV_GRAD):
-        return "p2p", boundary(action) * 4 + (SEND_ACT, RECV_ACT, SEND_GRAD, RECV_GRAD).index(action.op)
+        kind = (SEND_ACT, RECV_ACT, SEND_GRAD, RECV_GRAD).index(action.op)
+        return "p2p", boundary(action) * 4 + kind + (action.seat << 20)
     if action.op in (GATHER, RELEASE, PUBLISH):
         return "gather", 0
     if action.op in (REDUCE, SYNC):
@@ -80,6 +87,35 @@ class Role(Spec, frozen=True, kw_only=True):
     pipeline: int
     stage: int
     actions: tuple[Action, ...]
+    more: tuple[tuple[int, int], ...] = ()
+    """The (pipeline, stage) of further seats."""
+
+    @property
+    def seats(self) -> tuple[tuple[int, int], ...]:
+        """The (pipeline, stage) of all its seats."""
+        return ((self.pipeline, self.stage), *self.more)
+
+    def indices(self, seat: int) -> list[int]:
+        """Where the actions of one seat are, joint ones included."""
+        return [i for i, a in enumerate(self.actions) if a.seat in (seat, JOINT)]
+
+    def view(self, seat: int) -> Role:
+        """One seat by itself."""
+        if not self.more:
+            return self
+        pipeline, stage = self.seats[seat]
+        return Role(pipeline=pipeline, stage=stage, actions=tuple(self.actions[i] for i in self.indices(seat)))
+
+    def needs(self, of: Callable[[Role], Sequence[tuple[int, ...]]]) -> list[tuple[int, ...]]:
+        """Per action, the earlier ones that it waits for, from what `of` says of each seat by itself."""
+        if not self.more:
+            return list(of(self))
+        found: list[set[int]] = [set() for _ in self.actions]
+        for seat in range(len(self.seats)):
+            mine = self.indices(seat)
+            for i, before in zip(mine, of(self.view(seat)), strict=True):
+                found[i].update(mine[j] for j in before)
+        return [tuple(sorted(before)) for before in found]
 
 
 class Program(Spec, frozen=True, kw_only=True, dict=True):
@@ -88,7 +124,8 @@ class Program(Spec, frozen=True, kw_only=True, dict=True):
     roles: tuple[Role, ...]
 
     def role(self, pipeline: int, stage: int) -> Role:
-        return next(r for r in self.roles if r.pipeline == pipeline and r.stage == stage)
+        """The role that has a seat there."""
+        return next(r for r in self.roles if (pipeline, stage) in r.seats)
 
 
 def parse_action(text: str) -> Action:
@@ -96,9 +133,10 @@ def parse_action(text: str) -> Action:
     match = _ACTION.fullmatch(text)
     if not match:
         raise InputError(f"{text!r} is not an action; write for example F0:4.2, SA0:4.2@1 or S3")
-    op, lo, hi, mb, peer = match.groups()
+    op, lo, hi, mb, peer, seat = match.groups()
     first = int(lo or 0)
-    return Action(op, first, int(hi) if hi else (first + 1 if lo else 0), int(mb or -1), int(peer or -1))
+    return Action(op, first, int(hi) if hi else (first + 1 if lo else 0), int(mb or -1), int(peer or -1),
+                  JOINT if seat == "*" else len(seat))
 
 
 def effects(action: Action, layout: Layout, units: tuple[int, ...]) -> tuple[list[Value], list[Value]]:
@@ -109,7 +147,7 @@ def effects(action: Action, layout: Layout, units: tuple[int, ...]) -> tuple[lis
     permanent piece of sharded weights, grad the gradient as backward leaves it, acc what hop 1 accumulated,
     own the gradient of the owned optimizer piece, opt its updated state, scale the clipping factor.
     """
-    op, lo, hi, mb, _ = action
+    op, lo, hi, mb, *_ = action
     home = "shard" if layout.needed(GATHER, 0) else "w"
     if op in (F, B, I, W):
         mine = sorted({u for b in range(lo, hi) for u in layout.units_of_block[b]})

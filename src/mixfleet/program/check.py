@@ -40,15 +40,15 @@ _GROUPS: dict[str, Kind] = {GATHER: "weights", REDUCE: "gradients", PUBLISH: "op
 def check(program: Program, plan: Plan, model: Model) -> tuple[str, ...]:
     """All problems found; empty for a sound program. Deadlock is looked for only in an otherwise sound program."""
     layout = Layout(plan, model)
-    roles = {(r.pipeline, r.stage): r for r in program.roles}
+    seats = {key: role.view(seat) for role in program.roles for seat, key in enumerate(role.seats)}
     wanted = [(p, s) for p, pipeline in enumerate(plan.pipelines) for s in range(len(pipeline.stages))]
-    problems = [f"{_name(key)} has no program" for key in wanted if key not in roles]
+    problems = [f"{_name(key)} has no program" for key in wanted if key not in seats]
     if problems:
         return tuple(problems)
     for key in wanted:
-        problems += [f"{_name(key)}: {text}" for text in _role_problems(roles[key], plan, layout)]
-    problems += _unmatched(roles)
-    return tuple(problems) or tuple(_deadlock(roles, plan, layout))
+        problems += [f"{_name(key)}: {text}" for text in _role_problems(seats[key], plan, layout)]
+    problems += _unmatched(seats)
+    return tuple(problems) or tuple(_deadlock({role.seats[0]: role for role in program.roles}, plan, layout))
 
 
 def _name(key: RoleKey) -> str:
@@ -168,7 +168,9 @@ def _linked(pipeline: int, plan: Plan, layout: Layout, kind: Kind) -> set[int]:
 
 def _deadlock(roles: dict[RoleKey, Role], plan: Plan, layout: Layout) -> list[str]:
     """Run the program without a clock; what cannot start any more is named with what it waits for."""
-    needs = {key: dependencies(r.actions, layout, layout.units_of_stage(*key)) for key, r in roles.items()}
+    needs = {key: r.needs(lambda one: dependencies(one.actions, layout, layout.units_of_stage(*one.seats[0])))
+             for key, r in roles.items()}
+    owner = {seat: key for key, r in roles.items() for seat in r.seats}
     queues: dict[RoleKey, dict[tuple[str, int], list[int]]] = {}
     for key, role in roles.items():
         streams: dict[tuple[str, int], list[int]] = {}
@@ -178,26 +180,36 @@ def _deadlock(roles: dict[RoleKey, Role], plan: Plan, layout: Layout) -> list[st
     done: dict[RoleKey, set[int]] = {key: set() for key in roles}
 
     def partners(key: RoleKey, a: Action) -> set[RoleKey]:
+        pipeline, stage = roles[key].seats[max(a.seat, 0)]
         if a.op in _MATCHES:
-            return {key, (key[0], a.peer)}
+            return {key, owner[pipeline, a.peer]}
         if a.op == NORM:
             return set(roles)
         if a.op not in (GATHER, REDUCE, SYNC, PUBLISH):
             return {key}
         pipelines = set(range(len(plan.pipelines)))
         if a.op in _GROUPS:
-            pipelines = _linked(key[0], plan, layout, _GROUPS[a.op])
-        held_by = {(p, s) for p, s in roles if p in pipelines and a.lo in layout.units_of_stage(p, s)}
+            pipelines = _linked(pipeline, plan, layout, _GROUPS[a.op])
+        held_by = {(p, s) for p, s in owner if p in pipelines and a.lo in layout.units_of_stage(p, s)}
         # Pipelines that share weights have equal stages, and each stage gathers for itself, tied tensors too.
-        return {(p, s) for p, s in held_by if s == key[1]} if a.op == GATHER else held_by
+        return {owner[p, s] for p, s in held_by if a.op != GATHER or s == stage}
 
-    def ready(key: RoleKey) -> dict[tuple[str, int, int], tuple[int, tuple[str, int]]]:
+    def named(key: RoleKey, a: Action, op: str = "") -> tuple[object, ...]:
+        """By what partners know the action: which seat it is for matters where they might have several like it."""
+        pipeline, stage = roles[key].seats[max(a.seat, 0)]
+        if a.op in _MATCHES:
+            return op or a.op, boundary(a), a.mb, pipeline
+        if a.op in (GATHER, REDUCE):
+            return a.op, a.lo, a.mb, min(_linked(pipeline, plan, layout, _GROUPS[a.op])), a.op == GATHER and stage
+        return a.op, a.lo, a.mb, 0 if a.op in (SYNC, PUBLISH, NORM) else a.seat
+
+    def ready(key: RoleKey) -> dict[tuple[object, ...], tuple[int, tuple[str, int]]]:
         """Heads of streams whose dependencies are met, by what partners must agree on."""
         found = {}
         for stream, items in queues[key].items():
             if items and done[key].issuperset(needs[key][items[-1]]):
                 a = roles[key].actions[items[-1]]
-                found[(a.op, a.lo if a.op not in _MATCHES else boundary(a), a.mb)] = (items[-1], stream)
+                found[named(key, a)] = (items[-1], stream)
         return found
 
     moved = True
@@ -208,8 +220,7 @@ def _deadlock(roles: dict[RoleKey, Role], plan: Plan, layout: Layout) -> list[st
             for name, (i, _) in list(heads[key].items()):
                 a = roles[key].actions[i]
                 group = partners(key, a)
-                wanted = {k: name if k == key or a.op not in _MATCHES else (_MATCHES[a.op], boundary(a), a.mb)
-                          for k in group}
+                wanted = {k: name if k == key or a.op not in _MATCHES else named(key, a, _MATCHES[a.op]) for k in group}
                 if i not in done[key] and all(wanted[k] in heads[k] for k in group):
                     for k in group:
                         j, stream = heads[k].pop(wanted[k])

@@ -6,6 +6,8 @@ the degree. Elements that the same ranks hold in every replica form a *column* w
 (without tensor parallelism the whole block is one column; with it there is one column per slice and one for the
 replicated tensors). Inside a column the replicas of a group cut the interval into pieces, and all communication of
 state is moves of pieces. Groups of unequal size and replicas of unequal tensor degree just give other cuts.
+
+All ranks in here are posts (`Plan.posts`): a rank that stands in several pipelines counts once in each.
 """
 
 from __future__ import annotations
@@ -163,11 +165,11 @@ class Layout:
 
     @cached_property
     def places(self) -> dict[int, Place]:
-        """Where each rank of the plan stands."""
-        return {rank: Place(p, k, s, j)
+        """Where each post of the plan is."""
+        return {post: Place(p, k, s, j)
                 for k, (p, r) in enumerate(self._replicas)
-                for s, stage in enumerate(self.plan.pipelines[p].stages)
-                for j, rank in enumerate(stage.ranks(r))}
+                for s in range(len(self.plan.pipelines[p].stages))
+                for j, post in enumerate(self.plan.posts(p, s, r))}
 
     @cached_property
     def _late(self) -> frozenset[int]:
@@ -213,7 +215,7 @@ class Layout:
     @property
     def irregular(self) -> bool:
         """Whether state moves otherwise than in equal pieces and in one stage: `comms` then only resembles it."""
-        return bool(self._shares or self.plan.sharding.hierarchical)
+        return bool(self._shares or self.plan.sharding.hierarchical or self.plan.shared)
 
     def share(self, replica: int) -> tuple[tuple[int, int], ...]:
         """The part of each kind of state that a replica holds, as fractions, where the parts are unequal."""
@@ -244,7 +246,7 @@ class Layout:
                 ranks: list[int] = []
                 for s in stages[p]:
                     stage = self.plan.pipelines[p].stages[s]
-                    mine = stage.ranks(r)
+                    mine = self.plan.posts(p, s, r)
                     ranks += mine if slice_ is None else [mine[slice_[degrees.index(stage.tensor)]]]
                 holders.append(tuple(ranks))
             columns.append(Column(tuple(holders), tuple(parts), sum(b - a for a, b in parts)))

@@ -5,10 +5,14 @@ Each pass takes a list of actions and returns a new one. Their order is the orde
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
+
 from mixfleet.model.spec import Model
 from mixfleet.plan import Pipeline, Plan
 from mixfleet.program.action import (
     GATHER,
+    JOINT,
     NORM,
     PUBLISH,
     RECV_ACT,
@@ -36,22 +40,49 @@ def lower(plan: Plan, model: Model, layout: Layout | None = None) -> Program:
     """The program of one optimizer step. The plan must be possible (`why_not` is None)."""
     layout = layout or Layout(plan, model)
     roles = []
-    for p, pipeline in enumerate(plan.pipelines):
-        for s, steps in enumerate(pipeline.orders(plan.schedule)):
-            actions = [Action(op, pipeline.chain[k].lo, pipeline.chain[k].hi, m) for op, k, m in steps]
-            roles.append(Role(pipeline=p, stage=s, actions=tuple(_role(actions, plan, layout, p, s))))
+    for crew in plan.crews:
+        for seats, steps in zip(plan.seats(crew), plan.orders(crew), strict=True):
+            order = [Action(op, chunk.lo, chunk.hi, m, seat=seat) for seat, (op, k, m) in steps
+                     for chunk in (plan.pipelines[crew[seat]].chain[k],)]
+            made = [_seat([a for a in order if a.seat == seat], plan, layout, p, s)
+                    for seat, (p, s) in enumerate(seats)]
+            units = [layout.units_of_stage(p, s) for p, s in seats]
+            actions = _synchronize(_weave(order, made) if len(made) > 1 else made[0], layout, units)
+            roles.append(Role(pipeline=seats[0][0], stage=seats[0][1], more=seats[1:],
+                              actions=(*actions, *_optimizer(layout, units))))
     return Program(roles=tuple(roles))
 
 
-def _role(actions: Actions, plan: Plan, layout: Layout, pipeline: int, stage: int) -> Actions:
+def _seat(actions: Actions, plan: Plan, layout: Layout, pipeline: int, stage: int) -> Actions:
+    """All that one seat does up to its last gradient."""
     units = layout.units_of_stage(pipeline, stage)
     layered = plan.accumulation == "layered"
     actions = _by_block(actions) if layered else _pipe(actions, plan.pipelines[pipeline], stage)
     actions = _split_blocks(actions, layout, units)
     actions = _gather_weights(actions, layout, plan.sharding.prefetch)
-    actions = _reduce_gradients(actions, layout, units, layered=layered)
-    actions = _synchronize(actions, layout, units)
-    return actions + _optimizer(layout, units)
+    return _reduce_gradients(actions, layout, units, layered=layered)
+
+
+def _weave(order: Actions, made: Sequence[Actions]) -> Actions:
+    """One list from those of several seats: their computing in the given order, what else stands between two
+    computings of a seat right behind the first of them. First receives come first of all."""
+    rest = [deque(a._replace(seat=seat) for a in actions) for seat, actions in enumerate(made)]
+
+    def until(seat: int, *ops: str) -> Actions:
+        found = []
+        while rest[seat] and rest[seat][0].op not in ops:
+            found.append(rest[seat].popleft())
+        return found
+
+    out = [a for seat in range(len(made)) for a in until(seat, GATHER, F)]
+    for step in order:
+        blocks = step.hi - step.lo
+        while blocks:
+            out += until(step.seat, F, B, I, W)
+            action = rest[step.seat].popleft()
+            blocks -= action.hi - action.lo
+            out += [action, *until(step.seat, F, B, I, W)]
+    return out
 
 
 def _by_block(actions: Actions) -> Actions:
@@ -74,7 +105,7 @@ def _pipe(actions: Actions, pipeline: Pipeline, stage: int) -> Actions:
     ends = {c.hi: c.stage for c in pipeline.chain}
     begins = {c.lo: c.stage for c in pipeline.chain}
     out: Actions = []
-    for i, (op, lo, hi, mb, _) in enumerate(actions):
+    for i, (op, lo, hi, mb, *_) in enumerate(actions):
         posts = actions[: 2] if i == 0 else actions[i + 1: i + 2]
         for a in posts:
             if a.op == F and ends.get(a.lo, stage) != stage:
@@ -169,29 +200,39 @@ def _reduce_gradients(actions: Actions, layout: Layout, units: tuple[int, ...], 
     return out
 
 
-def _synchronize(actions: Actions, layout: Layout, units: tuple[int, ...]) -> Actions:
-    """Hop 2 once per step, behind the last backward (or hop 1) of a unit; tied units at the end: two stages meet."""
+def _owner(u: int, units: Sequence[tuple[int, ...]]) -> int:
+    """The seat that holds a unit; JOINT if several do."""
+    holders = [seat for seat, mine in enumerate(units) if u in mine]
+    return holders[0] if len(holders) == 1 else JOINT
+
+
+def _synchronize(actions: Actions, layout: Layout, units: Sequence[tuple[int, ...]]) -> Actions:
+    """Hop 2 once per step, behind the last backward (or hop 1) of a unit; tied units at the end: two stages meet.
+
+    `units` are those of every seat; what several of them hold is reduced in one.
+    """
     # Tied tensors that are reduced at all follow their lowest block, so the last action of a unit is its hop 1.
-    ready = {a.lo: i for i, a in enumerate(actions)
+    ready = {(a.lo, a.seat): i for i, a in enumerate(actions)
              if a.op == REDUCE or (a.op in (B, W) and a.hi == a.lo + 1 and not layout.needed(REDUCE, a.lo))}
-    tied = [u for u in units if len(layout.units[u].blocks) > 1]
+    held = sorted({u for mine in units for u in mine if layout.needed(SYNC, u)})
+    tied = [u for u in held if len(layout.units[u].blocks) > 1]
     # Last blocks first, on every stage of every pipeline: pipelines of unlike shape must meet in one order.
-    waiting = [u for u in reversed(units) if u not in tied and layout.needed(SYNC, u)]
+    waiting = [u for u in reversed(held) if u not in tied]
+    when = {u: max(ready[u, seat] for seat, mine in enumerate(units) if u in mine) for u in waiting}
     out: Actions = []
     for i, a in enumerate(actions):
         out.append(a)
-        while waiting and ready[waiting[0]] <= i:
+        while waiting and when[waiting[0]] <= i:
             u = waiting.pop(0)
-            out.append(Action(SYNC, u, u + 1))
-    out += [Action(SYNC, u, u + 1) for u in tied if layout.needed(SYNC, u)]
-    return out
+            out.append(Action(SYNC, u, u + 1, seat=_owner(u, units)))
+    return out + [Action(SYNC, u, u + 1, seat=_owner(u, units)) for u in tied]
 
 
-def _optimizer(layout: Layout, units: tuple[int, ...]) -> Actions:
+def _optimizer(layout: Layout, units: Sequence[tuple[int, ...]]) -> Actions:
     """The norm of the whole gradient, then step and publish, first blocks first: they are needed first."""
-    out = [Action(NORM)]
-    for u in units:
-        out.append(Action(STEP, u, u + 1))
+    out = [Action(NORM, seat=JOINT if len(units) > 1 else 0)]
+    for u in sorted({u for mine in units for u in mine}):
+        out += [Action(STEP, u, u + 1, seat=seat) for seat, mine in enumerate(units) if u in mine]
         if layout.needed(PUBLISH, u):
-            out.append(Action(PUBLISH, u, u + 1))
+            out.append(Action(PUBLISH, u, u + 1, seat=_owner(u, units)))
     return out

@@ -1,4 +1,7 @@
-"""Programs as text: one line per role, `p0s1: RA5:9.0@0 F5:9.0 ...`. It round-trips; golden files are made of it."""
+"""Programs as text: one line per role, `p0s1: RA5:9.0@0 F5:9.0 ...`; of several seats, `p0s1+p1s0: ...`.
+
+It round-trips; golden files are made of it.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,14 @@ import re
 from mixfleet.errors import InputError
 from mixfleet.program.action import Program, Role, parse_action
 
-_LINE = re.compile(r"p(\d+)s(\d+):(.*)")
+_LINE = re.compile(r"(p\d+s\d+(?:\+p\d+s\d+)*):(.*)")
+_SEAT = re.compile(r"p(\d+)s(\d+)")
 
 
 def to_text(program: Program) -> str:
     """One line per role, ending in a newline."""
-    return "".join(f"p{r.pipeline}s{r.stage}: {' '.join(map(str, r.actions))}\n" for r in program.roles)
+    return "".join(f"{'+'.join(f'p{p}s{s}' for p, s in r.seats)}: {' '.join(map(str, r.actions))}\n"
+                   for r in program.roles)
 
 
 def from_text(text: str) -> Program:
@@ -25,8 +30,9 @@ def from_text(text: str) -> Program:
         if not match:
             raise InputError(f"{line.strip()[:40]!r} does not begin with a role, as in 'p0s1:'", where=f"line {number}")
         try:
-            actions = tuple(parse_action(word) for word in match[3].split())
+            actions = tuple(parse_action(word) for word in match[2].split())
         except InputError as error:
             raise InputError(str(error), where=f"line {number}") from None
-        roles.append(Role(pipeline=int(match[1]), stage=int(match[2]), actions=actions))
+        (pipeline, stage), *more = ((int(p), int(s)) for p, s in _SEAT.findall(match[1]))
+        roles.append(Role(pipeline=pipeline, stage=stage, actions=actions, more=tuple(more)))
     return Program(roles=tuple(roles))

@@ -81,10 +81,12 @@ def _devices(this: Prediction, of: Plan) -> Table:
     rows = []
     for group in alike(this):
         use = group[0]
-        pipe = of.pipelines[use.pipeline]
-        stage = pipe.stages[use.stage]
-        rows.append([ranges((u.rank for u in group), short=True), use.device, f"{use.pipeline}.{use.stage}",
-                     stage.text, str(pipe.micro_batch), str(pipe.samples),
+        seats = ((use.pipeline, use.stage), *use.more)
+        pipes = [of.pipelines[p] for p, _ in seats]
+        rows.append([ranges((u.rank for u in group), short=True), use.device, " + ".join(f"{p}.{s}" for p, s in seats),
+                     " + ".join(of.pipelines[p].stages[s].text for p, s in seats),
+                     " + ".join(str(pipe.micro_batch) for pipe in pipes),
+                     " + ".join(str(pipe.samples) for pipe in pipes),
                      percent(use.busy), show_bytes(use.fresh_bytes), show_bytes(use.resumed_bytes),
                      show_bytes(use.capacity_bytes)])
     return Table(["ranks", "device", "stage", "blocks", ">micro-batch", ">samples", ">computes", ">first step",

@@ -8,9 +8,10 @@ Streams make transfers asynchronous: a worker thread on CPU, a CUDA stream on GP
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -140,6 +141,8 @@ class Running(Task, Protocol):
     def done(self) -> bool: ...
 
 
+Buffers: TypeAlias = "Mapping[int, Flat]"
+"""By the post whose state it is."""
 Steps: TypeAlias = Iterator[Sequence[Task]]
 """A transfer as a generator that yields what it must wait for before it goes on."""
 
@@ -252,9 +255,10 @@ class Fabric:
     def __init__(self, plan: Plan, rank: int, device: torch.device, recorder: Recorder) -> None:
         self.rank, self.device, self.recorder = rank, device, recorder
         self._process = {r: i for i, r in enumerate(plan.ranks)}
+        self._span = plan.span
         self.sent: Counter[tuple[str, int]] = Counter()
         """Payload bytes that this rank sent, by (kind of action, destination)."""
-        self._told = 0
+        self._told = [0]
         self._lock = threading.Lock()
         self._streams: dict[str, _Thread | _CudaStream] = {}
         self.groups = Groups(plan, cuda=device.type == "cuda")
@@ -279,11 +283,21 @@ class Fabric:
         """Payload bytes that this rank sent since this was last asked."""
         with self._lock:
             total = self.sent.total()
-        new, self._told = total - self._told, total
+        new, self._told[0] = total - self._told[0], total
         return new
 
+    def at(self, post: int) -> Fabric:
+        """The same way to the others, as one of this rank's posts takes it."""
+        seat = copy.copy(self)
+        seat.rank = post
+        return seat
+
+    def rank_of(self, post: int) -> int:
+        return post % self._span
+
     def send(self, data: Tensor, dst: int, channel: str, tag: int) -> Task:
-        """Start to send a contiguous tensor; it must stay unchanged until the work is done."""
+        """Start to send a contiguous tensor to another rank; it must stay unchanged until the work is done."""
+        dst = self.rank_of(dst)
         self.count(channel, dst, data.nbytes)
         work = dist.isend(data, group=self.groups.channels[channel], group_dst=self._process[dst], tag=tag)
         assert work is not None
@@ -291,7 +305,8 @@ class Fabric:
 
     def receive(self, data: Tensor, src: int, channel: str, tag: int) -> Task:
         """Start to receive into a contiguous tensor."""
-        work = dist.irecv(data, group=self.groups.channels[channel], group_src=self._process[src], tag=tag)
+        process = self._process[self.rank_of(src)]
+        work = dist.irecv(data, group=self.groups.channels[channel], group_src=process, tag=tag)
         assert work is not None
         return work
 
@@ -308,21 +323,22 @@ class Fabric:
 class Copies:
     """Moves that copy, as one rank carries them out: one message to and from each peer.
 
-    `own` are (column, lo, hi) that the rank copies from its source to its target itself.
+    `sources` and `targets` are the buffers of the rank's posts that take part; what moves between two of them, and
+    `own` (column, lo, hi) inside each, is copied in place.
     """
 
-    def __init__(self, fabric: Fabric, moves: Sequence[Move], source: Flat, target: Flat, channel: str, tag: int,
-                 own: Sequence[tuple[int, int, int]] = ()) -> None:
+    def __init__(self, fabric: Fabric, moves: Sequence[Move], sources: Buffers, targets: Buffers, channel: str,
+                 tag: int, own: Mapping[int, Sequence[tuple[int, int, int]]] | None = None) -> None:
         self.fabric, self.channel, self.tag = fabric, channel, tag
-        me = fabric.rank
-        self.sends = [(dst, merged(v for m in moves if m.src == me and m.dst == dst
-                                   for v in source.views(m.column, m.lo, m.hi)))
-                      for dst in dict.fromkeys(m.dst for m in moves if m.src == me)]
-        self.receives = [(src, merged(v for m in moves if m.src == src and m.dst == me
-                                      for v in target.views(m.column, m.lo, m.hi)))
-                         for src in dict.fromkeys(m.src for m in moves if m.dst == me)]
-        self.own = cut_alike([v for piece in own for v in target.views(*piece)],
-                             [v for piece in own for v in source.views(*piece)])
+        self.sends = _sends(fabric, moves, sources)
+        inward = [m for m in moves if m.dst in targets and m.src not in sources]
+        self.receives = [(src, merged(v for m in inward if fabric.rank_of(m.src) == src
+                                      for v in targets[m.dst].views(m.column, m.lo, m.hi)))
+                         for src in dict.fromkeys(fabric.rank_of(m.src) for m in inward)]
+        local = [(m.src, m.dst, (m.column, m.lo, m.hi)) for m in moves if m.src in sources and m.dst in targets]
+        local += [(post, post, piece) for post, pieces in (own or {}).items() for piece in pieces]
+        self.own = cut_alike([v for _, dst, piece in local for v in targets[dst].views(*piece)],
+                             [v for src, _, piece in local for v in sources[src].views(*piece)])
 
     def steps(self) -> Steps:
         works: list[Task] = []
@@ -351,28 +367,27 @@ class _Sum(NamedTuple):
 class Sums:
     """A `Reduction` as one rank carries it out: parts to those who add them up, then sums to those who want them.
 
-    With `accumulate` the sum is added to the target, and what is copied on is the accumulated value.
+    With `accumulate` the sum is added to the target, and what is copied on is the accumulated value. `sources` and
+    `targets` are the buffers of the rank's posts that take part.
     """
 
-    def __init__(self, fabric: Fabric, reduction: Reduction, source: Flat, target: Flat, channel: str, tag: int, *,
-                 accumulate: bool = False) -> None:
+    def __init__(self, fabric: Fabric, reduction: Reduction, sources: Buffers, targets: Buffers, channel: str,
+                 tag: int, *, accumulate: bool = False) -> None:
         self.fabric, self.channel, self.tag, self.accumulate = fabric, channel, tag, accumulate
-        me = fabric.rank
-        self.like = source.data
-        moves = reduction.sums
-        self.sends = [(dst, merged(v for m in moves if m.src == me and m.dst == dst
-                                   for v in source.views(m.column, m.lo, m.hi)))
-                      for dst in dict.fromkeys(m.dst for m in moves if m.src == me)]
-        self.receives = [(src, [m.hi - m.lo for m in moves if m.src == src and m.dst == me])
-                         for src in dict.fromkeys(m.src for m in moves if m.dst == me)]
+        self.like = next(iter(sources.values())).data
+        self.sends = _sends(fabric, reduction.sums, sources)
+        inward = [m for m in reduction.sums if m.dst in targets and m.src not in sources]
+        self.receives = [(src, [m.hi - m.lo for m in inward if fabric.rank_of(m.src) == src])
+                         for src in dict.fromkeys(fabric.rank_of(m.src) for m in inward)]
         self.sums: list[_Sum] = []
-        for adder, column, lo, hi, ranks in reduction.terms:
-            if adder == me:
-                if len(ranks) == 2 and ranks[1] == me:  # a sum of two commutes, and ours is in place already
-                    ranks = ranks[::-1]
-                self.sums.append(_Sum(target.views(column, lo, hi), tuple(
-                    source.views(column, lo, hi) if r == me else r for r in ranks)))
-        self.copies = Copies(fabric, reduction.copies, target, target, channel, tag + 1)
+        for adder, column, lo, hi, posts in reduction.terms:
+            if adder in targets:
+                if len(posts) == 2 and posts[1] in sources:  # a sum of two commutes, and ours is in place already
+                    posts = posts[::-1]
+                self.sums.append(_Sum(targets[adder].views(column, lo, hi), tuple(
+                    sources[post].views(column, lo, hi) if post in sources else fabric.rank_of(post)
+                    for post in posts)))
+        self.copies = Copies(fabric, reduction.copies, targets, targets, channel, tag + 1)
 
     def steps(self) -> Steps:
         arrived: dict[int, Iterator[Tensor]] = {}
@@ -433,6 +448,14 @@ def _cut(views: list[Tensor], sizes: list[int]) -> list[Tensor]:
             out.append(v[at:at + n])
             at += n
     return out
+
+
+def _sends(fabric: Fabric, moves: Sequence[Move], sources: Buffers) -> list[tuple[int, list[Tensor]]]:
+    """What goes to each other rank, in the order of the moves."""
+    outward = [m for m in moves if m.src in sources and m.dst not in sources]
+    return [(dst, merged(v for m in outward if fabric.rank_of(m.dst) == dst
+                         for v in sources[m.src].views(m.column, m.lo, m.hi)))
+            for dst in dict.fromkeys(fabric.rank_of(m.dst) for m in outward)]
 
 
 def _send_all(fabric: Fabric, sends: list[tuple[int, list[Tensor]]], channel: str, tag: int) -> list[Task]:

@@ -20,6 +20,7 @@ from mixfleet.job import Job
 from mixfleet.plan import Pipeline
 from mixfleet.program.action import (
     GATHER,
+    JOINT,
     NORM,
     PUBLISH,
     RECV_ACT,
@@ -48,7 +49,7 @@ MicroBatch = tuple[Tensor | None, Tensor | None]
 Shape = Callable[[int, int], tuple[int, ...]]
 """(block, samples) -> shape of what enters that block, before sequence sharding."""
 
-_STREAMS = {GATHER: ("gather", "gather"), PUBLISH: ("gather", "gather"), REDUCE: ("reduce", "reduce"),
+STREAMS = {GATHER: ("gather", "gather"), PUBLISH: ("gather", "gather"), REDUCE: ("reduce", "reduce"),
             SYNC: ("reduce", "reduce")}
 _TAGS = {GATHER: 0, PUBLISH: 1, REDUCE: 2, SYNC: 4}
 _TAGS_PER_UNIT = 6
@@ -89,9 +90,15 @@ class _Arrival(NamedTuple):
         return self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts, 1)
 
 
-def _message_tag(action: Action) -> int:
-    """Messages of activations and of gradients at every block boundary are streams of their own."""
-    return _FIRST_MESSAGE_TAG + 2 * boundary(action) + (action.op in (SEND_GRAD, RECV_GRAD))
+def after_step(op: str, units: dict[int, Unit], layout: Layout, fabric: Fabric) -> Copies | Sums:
+    """The exchange of a Y or P action for the posts of this rank that take part, by their units."""
+    index = next(iter(units.values())).index
+    tag = index * _TAGS_PER_UNIT + _TAGS[op]
+    if op == PUBLISH:
+        return Copies(fabric, layout.publish(index), {k: u.updated for k, u in units.items()},
+                      {k: u.weights for k, u in units.items()}, op, tag, {k: u.unpublished for k, u in units.items()})
+    return Sums(fabric, layout.sync(index), {k: u.acc for k, u in units.items()},
+                {k: u.own for k, u in units.items()}, op, tag)
 
 
 class Interpreter:
@@ -143,35 +150,38 @@ class Interpreter:
         self._loss = torch.zeros((), dtype=torch.float64, device=self.device)
         self._lr, self._factor, self._stop, self._writing = 0.0, 0.0, False, False
         self._result: StepResult | None = None
+        self.mates = [self]
+        """The interpreters of all seats of this rank."""
         self.now: tuple[object, float] | None = None
         """What this rank is at, and since when by `time.monotonic`; None between steps."""
-        self._broken: list[tuple[int, int, int, int]] | None = None
+        self.broken: list[tuple[int, int, int, int]] | None = None
         """Where numbers were not finite, while one looks for that."""
 
     # --- setting up ----------------------------------------------------------------------------------------------
 
     def _make_exchanges(self, unit: Unit) -> None:
         index, layout = unit.index, self.layout
-        for op in {a.op for a in self.role.actions if a.op in _TAGS and a.lo == index}:
+        me = self.rank
+        for op in {a.op for a in self.role.actions if a.op in _TAGS and a.lo == index and a.seat != JOINT}:
             tag = index * _TAGS_PER_UNIT + _TAGS[op]
+            if op == GATHER:  # each stage gathers a tied tensor for itself
+                tag += self.role.stage * len(layout.units) * _TAGS_PER_UNIT
             exchange: Copies | Sums | Chain
             if op == GATHER:
                 first, *more = layout.gathers(index)
-                exchange = Copies(self.fabric, first, unit.weights, unit.compute, op, tag, unit.kept)
+                exchange = Copies(self.fabric, first, {me: unit.weights}, {me: unit.compute}, op, tag, {me: unit.kept})
                 if more:
-                    exchange = Chain((exchange, *(Copies(self.fabric, moves, unit.compute, unit.compute, op, tag)
+                    compute = {me: unit.compute}
+                    exchange = Chain((exchange, *(Copies(self.fabric, moves, compute, compute, op, tag)
                                                   for moves in more)))
-            elif op == PUBLISH:
-                exchange = Copies(self.fabric, layout.publish(index), unit.updated, unit.weights, op, tag,
-                                  unit.unpublished)
             elif op == REDUCE:
                 *inside, last = layout.reduces(index)
-                exchange = Sums(self.fabric, last, unit.grad, unit.acc, op, tag, accumulate=True)
+                grad = {me: unit.grad}
+                exchange = Sums(self.fabric, last, grad, {me: unit.acc}, op, tag, accumulate=True)
                 if inside:
-                    exchange = Chain((*(Sums(self.fabric, one, unit.grad, unit.grad, op, tag) for one in inside),
-                                      exchange))
+                    exchange = Chain((*(Sums(self.fabric, one, grad, grad, op, tag) for one in inside), exchange))
             else:
-                exchange = Sums(self.fabric, layout.sync(index), unit.acc, unit.own, op, tag)
+                exchange = after_step(op, {me: unit}, layout, self.fabric)
             self._exchanges[op, index] = exchange
 
     def _route(self, peer: int) -> list[tuple[int, int, int]]:
@@ -180,7 +190,7 @@ class Interpreter:
         Stages of unequal tensor degree cut the sequence differently; each overlap is one message.
         """
         other = self.pipeline.stages[peer]
-        ranks = other.ranks(self.layout.plan.replicas[self.place.replica][1])
+        ranks = self.layout.plan.posts(self.role.pipeline, peer, self.layout.plan.replicas[self.place.replica][1])
         shape = self.shape(self.stage.held[0], 1)
         length = self.pipeline.tokens(shape[1], self.layout.plan.replicas[self.place.replica][1]) if len(
             shape) > 2 else 1
@@ -194,19 +204,31 @@ class Interpreter:
              ) -> StepResult:
         """One optimizer step on this rank's micro-batches. `stop` asks all ranks to stop after it; `writing` tells them
         that this one still writes a checkpoint."""
+        self.begin(batches, lr, stop=stop, writing=writing)
+        for action in self.role.actions:
+            self.now = action, time.monotonic()
+            self.do(action)
+        self.now = None
+        return self.end()
+
+    def begin(self, batches: Sequence[MicroBatch], lr: float, *, stop: bool, writing: bool) -> None:
+        """Get ready for the actions of a step."""
         self._batches, self._lr, self._stop, self._writing = batches, lr, stop, writing
         self._loss.zero_()
         for unit in self.units.values():
             unit.taken = True
             if unit.reduced:
                 unit.acc.data.zero_()
-        for action in self.role.actions:
-            self.now = action, time.monotonic()
-            self._do[action.op](action)
+
+    def do(self, action: Action) -> None:
+        """Carry out one action, or start it where it has a stream of its own."""
+        self._do[action.op](action)
+
+    def end(self) -> StepResult:
+        """Wait until all is sent."""
         for work in self._sending:
             work.wait()
         self._sending.clear()
-        self.now = None
         assert self._result is not None
         return self._result
 
@@ -218,15 +240,15 @@ class Interpreter:
     def locate(self, batches: Sequence[MicroBatch]) -> tuple[int, int, int, int] | None:
         """Repeat a broken step and look where numbers cease to be finite on this rank, first in time: (0 forward or 1
         backward, micro-batch, blocks on the way there, block). All ranks together; nothing is updated."""
-        self._broken = []
+        self.broken = []
         self.step(batches, 0.0)
-        found, self._broken = self._broken, None
+        found, self.broken = self.broken, None
         return min(found, default=None)
 
     def _watch(self, tensor: Tensor | None, block: int, mb: int, *, backward: bool) -> None:
-        if self._broken is not None and tensor is not None and not bool(tensor.isfinite().all()):
+        if self.broken is not None and tensor is not None and not bool(tensor.isfinite().all()):
             way = len(self.layout.model.blocks) - 1 - block if backward else block
-            self._broken.append((int(backward), mb, way, block))
+            self.broken.append((int(backward), mb, way, block))
 
     def under_way(self) -> str:
         """The movements of state that this rank is in the middle of, and with whom; "" if none (or on CUDA)."""
@@ -234,7 +256,8 @@ class Interpreter:
         found = []
         for name in self.fabric.under_way():
             comms = self.layout.comms(moves[name].op, moves[name].lo, self.rank) if name in moves else ()
-            ranks = sorted({r for comm in comms for r in comm.ranks} - {self.rank})
+            ranks = sorted({self.fabric.rank_of(r) for comm in comms for r in comm.ranks}
+                           - {self.fabric.rank_of(self.rank)})
             found.append(f"{name} with rank {', '.join(map(str, ranks))}" if ranks else name)
         return ", ".join(found)
 
@@ -353,13 +376,18 @@ class Interpreter:
 
     # --- between stages ----------------------------------------------------------------------------------------------
 
+    def _message_tag(self, action: Action) -> int:
+        """Messages of activations and of gradients at every block boundary of a pipeline are streams of their own."""
+        kind = 2 * boundary(action) + (action.op in (SEND_GRAD, RECV_GRAD))
+        return _FIRST_MESSAGE_TAG + kind * len(self.layout.plan.pipelines) + self.role.pipeline
+
     def _send(self, action: Action) -> None:
         act = action.op == SEND_ACT
         value = self._values.pop(("x", action.hi, action.mb) if act else ("g", action.lo, action.mb))
         assert isinstance(value, Tensor)
         route = self._routes[action.peer]
         parts = [value] if len(route) == 1 else [value[:, lo:hi] for _, lo, hi in route]
-        works = [self.fabric.send(part.contiguous(), rank, action.op, _message_tag(action))
+        works = [self.fabric.send(part.contiguous(), rank, action.op, self._message_tag(action))
                  for part, (rank, _, _) in zip(parts, route)]
         if self.recorder.on:
             works = [self.fabric.run("p2p", iter((works,)), str(action), "send")]
@@ -368,7 +396,7 @@ class Interpreter:
     def _receive(self, action: Action) -> None:
         act = action.op == RECV_ACT
         block = action.lo if act else action.hi
-        channel, tag = SEND_ACT if act else SEND_GRAD, _message_tag(action)
+        channel, tag = SEND_ACT if act else SEND_GRAD, self._message_tag(action)
         samples, *rest = self.shape(block, self.pipeline.micro_batches[action.mb])
         route = self._routes[action.peer]
         parts = []
@@ -383,7 +411,7 @@ class Interpreter:
     def _move(self, action: Action) -> None:
         """G, P, R or Y: start the exchange; what it touches remembers the task."""
         unit, op = self.units[action.lo], action.op
-        stream, category = _STREAMS[op]
+        stream, category = STREAMS[op]
         source, target = {GATHER: (unit.weights, unit.compute), PUBLISH: (unit.updated, unit.weights),
                           REDUCE: (unit.grad, unit.acc), SYNC: (unit.acc, unit.own)}[op]
         if op == GATHER:
@@ -402,6 +430,12 @@ class Interpreter:
         self.units[action.lo].compute.release()
 
     def _norm(self, action: Action) -> None:
+        mine = self.measure()
+        with self.recorder.span("compute", "N", "optimizer"):
+            self.settle(self.fabric.sum(mine).tolist())
+
+    def measure(self) -> Tensor:
+        """What this rank adds to the sums over all ranks that end in `settle`."""
         while self._reducing:
             self._reducing.popleft().grad.release()
         for unit in self.units.values():
@@ -413,18 +447,21 @@ class Interpreter:
             square = (torch.stack(torch._foreach_norm(views)).double().square().sum() if views
                       else torch.zeros((), dtype=torch.float64, device=self.device))
             valid = sum(self._valid(t) for _, t in self._batches) if counts else 0
-            mine = torch.stack([self._loss if counts else torch.zeros_like(self._loss), square,
+            return torch.stack([self._loss if counts else torch.zeros_like(self._loss), square,
                                 square.new_tensor(valid), square.new_tensor(self._stop),
                                 square.new_tensor(self._writing), square.new_tensor(self.fabric.newly_sent())])
-            loss, square_sum, tokens, stop, writing, sent = self.fabric.sum(mine).tolist()
-            factor = self.job.tokens_per_step / tokens / self.loss_scale if tokens else 0.0
-            norm = square_sum**0.5 * factor
-            broken = not math.isfinite(loss) or (self.job.precision != "fp16" and not math.isfinite(norm))
-            skipped = self._adapt_loss_scale(norm) or broken
-            clip = self.job.clip_norm
-            self._factor = factor * min(1.0, clip / (norm + 1e-6)) if clip else factor
-            self._result = StepResult(loss / tokens if tokens else 0.0, norm, int(tokens), stop > 0, int(sent),
-                                      writing > 0, skipped, broken)
+
+    def settle(self, totals: Sequence[float]) -> None:
+        """From the sums over all ranks: the loss, the norm of the whole gradient, and whether the step is taken."""
+        loss, square_sum, tokens, stop, writing, sent = totals
+        factor = self.job.tokens_per_step / tokens / self.loss_scale if tokens else 0.0
+        norm = square_sum**0.5 * factor
+        broken = not math.isfinite(loss) or (self.job.precision != "fp16" and not math.isfinite(norm))
+        skipped = self._adapt_loss_scale(norm) or broken
+        clip = self.job.clip_norm
+        self._factor = factor * min(1.0, clip / (norm + 1e-6)) if clip else factor
+        self._result = StepResult(loss / tokens if tokens else 0.0, norm, int(tokens), stop > 0, int(sent),
+                                  writing > 0, skipped, broken)
 
     def _valid(self, targets: Tensor | None) -> int:
         if targets is None:
@@ -451,7 +488,7 @@ class Interpreter:
 
     def _mark(self, what: str) -> None:
         if self.recorder.on:
-            self.recorder.mark(what, self.state_bytes)
+            self.recorder.mark(what, sum(mate.state_bytes for mate in self.mates))
 
     @property
     def state_bytes(self) -> int:

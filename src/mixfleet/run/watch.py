@@ -10,13 +10,14 @@ import threading
 import time
 from collections.abc import Callable
 
+from mixfleet.run.crew import Crew
 from mixfleet.run.interpreter import Interpreter
 
 
 class Watch:
     """Looks after an interpreter from a thread of its own; `give_up` is called once, there, with the message."""
 
-    def __init__(self, interpreter: Interpreter, patience_s: float, give_up: Callable[[str], None]) -> None:
+    def __init__(self, interpreter: Interpreter | Crew, patience_s: float, give_up: Callable[[str], None]) -> None:
         self._interpreter, self._patience_s, self._give_up = interpreter, patience_s, give_up
         self._over = threading.Event()
         threading.Thread(target=self._look, daemon=True).start()

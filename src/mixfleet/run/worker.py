@@ -20,12 +20,13 @@ from mixfleet.cluster import Cluster
 from mixfleet.cost.kernels import fused_attention
 from mixfleet.errors import InputError, RunError
 from mixfleet.job import Job
-from mixfleet.plan import Plan, why_not
+from mixfleet.plan import Pipeline, Plan, why_not
 from mixfleet.program.layout import Layout
 from mixfleet.program.lower import lower
 from mixfleet.run.balance import Rebalance, apart, rebalance, with_samples
 from mixfleet.run.checkpoint import Reader, Saving, State
 from mixfleet.run.collective import Fabric
+from mixfleet.run.crew import Crew
 from mixfleet.run.huggingface import open_weights
 from mixfleet.run.interpreter import Interpreter, MicroBatch
 from mixfleet.run.launch import Failure, Options, RankReport, TrainResult
@@ -63,24 +64,27 @@ class Rank:
         self.recorder = Recorder(self.rank, self.device)
         self.fabric = Fabric(plan, self.rank, self.device, self.recorder)
         self.layout = Layout(plan, job.model)
-        self.place = self.layout.places[self.rank]
+        self.places = [place for post, place in sorted(self.layout.places.items()) if post % plan.span == self.rank]
+        """One for each pipeline in which this rank stands."""
         self.program = lower(plan, job.model, self.layout)
-        self.pipeline = plan.pipelines[self.place.pipeline]
-        stage = self.pipeline.stages[self.place.stage]
-        copy = plan.replicas[self.place.replica][1]
+        first = self.places[0]
+        stages = [plan.pipelines[place.pipeline].stages[place.stage] for place in self.places]
+        pipeline, copy = plan.pipelines[first.pipeline], plan.replicas[first.replica][1]
         groups = self.fabric.groups
-        peers = [r for r in stage.ranks(copy) if r != self.rank]
+        peers = [r for r in stages[0].ranks(copy) if r != self.rank]
         tensor = TensorGroup(groups.tensor[self.rank], on_comm=self._counts("T", peers)) if peers else TensorGroup()
-        if self.pipeline.context > 1:
-            first = copy - copy % self.pipeline.context
-            sharing = [stage.ranks(first + x)[self.place.tensor_index] for x in range(self.pipeline.context)]
+        if pipeline.context > 1:
+            start = copy - copy % pipeline.context
+            sharing = [stages[0].ranks(start + x)[first.tensor_index] for x in range(pipeline.context)]
             counts = self._counts("K", [r for r in sharing if r != self.rank])
-            tensor.context = ContextGroup(self.pipeline.spans(job.seq_len), groups.context[self.rank], on_comm=counts)
-        modules = source.modules(stage, tensor, self.device, fused=fused_attention(spec, job))
+            tensor.context = ContextGroup(pipeline.spans(job.seq_len), groups.context[self.rank], on_comm=counts)
+        modules = [source.modules(stage, tensor, self.device, fused=fused_attention(spec, job)) for stage in stages]
         self._context = tensor.context
-        self.interpreter = Interpreter(self.program.role(self.place.pipeline, self.place.stage), job, self.layout,
-                                       self.fabric, modules, source.shape, source.loss)
-        self._from = plan.first_samples[self.place.replica]
+        role = self.program.role(first.pipeline, first.stage)
+        given = role, job, self.layout, self.fabric
+        self.interpreter: Interpreter | Crew = (
+            Crew(*given, modules, source.shape, source.loss) if role.more else
+            Interpreter(*given, modules[0], source.shape, source.loss))
         self.step = 0
         self.saving: Saving | None = None
         """The checkpoint under way."""
@@ -99,11 +103,18 @@ class Rank:
         change = Rebalance(step=self.step, seconds=seconds, before=before, after=after,
                            why_not=why_not(plan.replace(cluster_fingerprint=""), self.job, self.cluster) or "")
         if not change.why_not:
-            self.plan, self.pipeline = plan, plan.pipelines[self.place.pipeline]
+            self.plan = plan
             self.program = lower(plan, self.job.model, self.layout)
-            self.interpreter.follow(self.program.role(self.place.pipeline, self.place.stage), self.pipeline)
-            self._from = plan.first_samples[self.place.replica]
+            role, pipelines = self.program.role(self.places[0].pipeline, self.places[0].stage), self._pipelines
+            if isinstance(self.interpreter, Crew):
+                self.interpreter.follow(role, pipelines)
+            else:
+                self.interpreter.follow(role, pipelines[0])
         return change
+
+    @property
+    def _pipelines(self) -> list[Pipeline]:
+        return [self.plan.pipelines[place.pipeline] for place in self.places]
 
     def locate(self, batches: list[MicroBatch]) -> NotFinite:
         """Where a broken step broke, as all ranks see it."""
@@ -153,19 +164,22 @@ class Rank:
         self.source.open(state.step, state.position)
 
     def batches(self, step: int) -> list[MicroBatch]:
-        """This rank's micro-batches: inputs where it holds the first block, targets where it holds the last."""
+        """This rank's micro-batches: inputs where it holds the first block, targets where it holds the last. Those of
+        one pipeline stand behind those of another where it is in several."""
         found: list[MicroBatch] = []
-        at = self._from
-        for size in self.pipeline.micro_batches:
-            if self.interpreter.is_first or self.interpreter.is_last:
-                inputs, targets = self.source.batch(step, at, at + size)
-                if self._context:
-                    inputs, targets = self._context.own(inputs, 1), self._context.own(targets, 1)
-                found.append((inputs.to(self.device) if self.interpreter.is_first else None,
-                              targets.to(self.device) if self.interpreter.is_last else None))
-            else:
-                found.append((None, None))
-            at += size
+        seats = self.interpreter.seats if isinstance(self.interpreter, Crew) else [self.interpreter]
+        for seat, place, pipeline in zip(seats, self.places, self._pipelines, strict=True):
+            at = self.plan.first_samples[place.replica]
+            for size in pipeline.micro_batches:
+                if seat.is_first or seat.is_last:
+                    inputs, targets = self.source.batch(step, at, at + size)
+                    if self._context:
+                        inputs, targets = self._context.own(inputs, 1), self._context.own(targets, 1)
+                    found.append((inputs.to(self.device) if seat.is_first else None,
+                                  targets.to(self.device) if seat.is_last else None))
+                else:
+                    found.append((None, None))
+                at += size
         return found
 
     def save(self, root: Path, *, background: bool = False) -> None:

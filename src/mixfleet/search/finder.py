@@ -17,7 +17,7 @@ from mixfleet.cluster import Cluster
 from mixfleet.cost.money import price_per_hour
 from mixfleet.errors import InputError
 from mixfleet.job import Job
-from mixfleet.plan import Plan, why_not
+from mixfleet.plan import Plan, ScheduleName, why_not
 from mixfleet.search.bounds import bound_s, compute_bound_s
 from mixfleet.search.candidates import Candidates
 from mixfleet.search.improve import frugal, neighbours
@@ -26,6 +26,7 @@ from mixfleet.search.reschedule import reschedule
 from mixfleet.search.result import Objective, SearchResult
 from mixfleet.search.space import Limits, Shape, classes_of, enumerate_all, shapes, used
 from mixfleet.search.tables import Tables
+from mixfleet.search.variants import under
 from mixfleet.sim import Prediction, predict
 from mixfleet.sim.prediction import few_collections
 from mixfleet.units import show_seconds
@@ -38,6 +39,8 @@ EXPANDED = 300
 """Shapes whose plans are worked out."""
 SIMULATED, EXACT_SIMULATED = 16, 4000
 """Simulations of templates, and of a space that is enumerated in full."""
+TURNED: tuple[ScheduleName, ...] = ("chimera", "dualpipe", "dualpipe-v")
+"""Schedules that place the blocks otherwise, tried on request for the best pipelines."""
 RELATIVES = 2
 """Simulations of plans that differ only in sharding, placement and sizes, before those of other plans."""
 IMPROVED, ROUNDS, TRIED = 2, 2, 4
@@ -244,9 +247,13 @@ class Search:
                     room[use.pipeline, use.stage] -= use.lacks_bytes
 
     def reorder(self) -> None:
-        """Gives the best plans with several stages orders of their own, where those are faster."""
+        """Tries the best plans with several stages in two directions, in a V, and with orders of their own."""
         deep = [plan for _, _, plan in self.distinct() if any(len(p.stages) > 1 for p in plan.pipelines)]
         for plan in deep[:IMPROVED]:
+            for name in TURNED:
+                other = under(plan, name, self.job, self.cluster)
+                if isinstance(other, Plan) and not self.late():
+                    self.judge(other)
             if not self.late():
                 self.judge(reschedule(plan, self.job, self.cluster))
 
@@ -264,8 +271,8 @@ def find(job: Job, cluster: Cluster, *, top: int = 5, max_seconds: float = 120.0
     """The best plans for a job on a cluster, and why.
 
     `objective` is the job's unless given. `max_seconds` is a safety limit only: a search that it ends says so
-    (`complete`). `schedule_search` tries orders of their own (`custom`) for the best pipelines. Raises InputError for
-    an objective that the cluster does not allow. Nothing that fits is an answer.
+    (`complete`). `schedule_search` tries orders of their own (`custom`) and those of `TURNED` for the best
+    pipelines. Raises InputError for an objective that the cluster does not allow. Nothing that fits is an answer.
     """
     with few_collections():
         return _found(Search(job, cluster, objective or job.objective, max_seconds, progress), top, limits or Limits(),

@@ -6,7 +6,7 @@ from mixfleet.cluster import Cluster
 from mixfleet.errors import unknown
 from mixfleet.job import Job
 from mixfleet.plan import Pipeline, Plan, ScheduleName, why_not
-from mixfleet.schedule.named import SCHEDULES
+from mixfleet.schedule.named import SCHEDULES, straight
 from mixfleet.search.reschedule import reschedule
 from mixfleet.sim import Prediction, predict
 
@@ -17,19 +17,41 @@ SEARCHED = "searched"
 def under(plan: Plan, name: ScheduleName, job: Job, cluster: Cluster) -> Plan | str:
     """The plan under a named schedule, or why that is impossible."""
     schedule = SCHEDULES[name]
-    if schedule.ways > 1:
-        return f"wants {schedule.ways} pipelines in opposite directions on the same devices"
-    pipelines = []
-    for p, pipe in enumerate(plan.pipelines):
+    pipelines: list[Pipeline] = []
+    for p, pipe in enumerate(_alone(plan)):
         now = max(len(s.chunks) for s in pipe.stages)
         rounds = now if schedule.rounds <= now <= schedule.most_rounds else schedule.rounds
         short = next((s for s, stage in enumerate(pipe.stages) if stage.size < rounds), None)
         if short is not None:
             return (f"wants {rounds} chunks on each stage; stage {short} of pipeline {p} has "
                     f"{pipe.stages[short].size} block(s)")
-        pipelines.append(_cut(pipe, schedule.place(len(pipe.stages), rounds), rounds))
+        if schedule.ways == 1:
+            pipelines.append(_cut(pipe, schedule.place(len(pipe.stages), rounds), rounds))
+            continue
+        count = len(pipe.micro_batches)
+        if count < schedule.ways:
+            return f"wants {schedule.ways} micro-batches, one for each direction; pipeline {p} has {count}"
+        down = _cut(pipe, straight(len(pipe.stages)), 1)
+        samples = schedule.counts(count)[0] * pipe.micro_batch
+        pipelines += [down.replace(samples=samples), _turned(down).replace(samples=pipe.samples - samples)]
     other = plan.replace(pipelines=tuple(pipelines), schedule=name)
     return why_not(other, job, cluster) or other
+
+
+def _alone(plan: Plan) -> list[Pipeline]:
+    """The pipelines; of those that share devices the first, with the samples of all."""
+    return [plan.pipelines[crew[0]].replace(samples=sum(plan.pipelines[p].samples for p in crew))
+            for crew in plan.crews]
+
+
+def _turned(pipe: Pipeline) -> Pipeline:
+    """The pipeline from the other end: each stage's devices keep their number of blocks."""
+    modes = {b: mode for stage in pipe.stages for b, mode in stage.modes.items()}
+    at, stages = 0, []
+    for stage in reversed(pipe.stages):
+        stages.append(stage.replace(blocks=(at, at + stage.size)).with_modes(modes))
+        at += stage.size
+    return pipe.replace(stages=tuple(stages))
 
 
 def _cut(pipe: Pipeline, home: tuple[int, ...], rounds: int) -> Pipeline:

@@ -1,4 +1,4 @@
-"""What each action waits for on other streams, for whole programs in microseconds per action.
+"""What each action of one seat waits for on other streams, for whole programs in microseconds per action.
 
 `program.action.dependencies` says the same of any action from the values it reads and writes; this is the short cut
 for the hot path. It keeps, per state unit, who touched weights and gradients last, and names only the last action of
@@ -40,14 +40,16 @@ def hazards(actions: tuple[Action, ...], layout: Layout) -> list[tuple[int, ...]
     made: dict[tuple[str, int, int], int] = {}
     reduced = -1
     found: list[tuple[int, ...]] = []
-    for i, (op, lo, hi, mb, _) in enumerate(actions):
+    for i, (op, lo, hi, mb, *_) in enumerate(actions):
         needs: tuple[int, ...] = ()
         if op in (F, B, I, W):
             extra = [u for b in range(lo, hi) for u in tied[b]] if some_tied else []
-            before = {*ready[lo:hi], *[ready[u] for u in extra]}
-            used[lo:hi] = [i] * (hi - lo)
-            for u in extra:
-                used[u] = i
+            before: set[int] = set()
+            if op != W:  # the weight half of a backward reads no weights
+                before = {*ready[lo:hi], *[ready[u] for u in extra]}
+                used[lo:hi] = [i] * (hi - lo)
+                for u in extra:
+                    used[u] = i
             if op == F:
                 before.add(received.get((RECV_ACT, lo, mb), -1))
                 made[F, hi, mb] = i

@@ -64,7 +64,10 @@ class Row(NamedTuple):
     """What one entity does, for all entities that are equal to it."""
 
     entity: Entity
+    """Its first seat."""
+    seats: tuple[Entity, ...]
     members: tuple[Entity, ...]
+    """The first seats of all of them."""
     actions: tuple[Action, ...]
     parts: tuple[tuple[Part, ...], ...]
     """Per action, what it is made of; empty for communication."""
@@ -107,7 +110,7 @@ class _Player:
     def __init__(self, program: Program, plan: Plan, job: Job, cluster: Cluster, layout: Layout, fold: bool) -> None:
         self._layout, self._devices = layout, cluster.devices
         self._sizes = [pipeline.micro_batches for pipeline in plan.pipelines]
-        self._roles = {(role.pipeline, role.stage): role.actions for role in program.roles}
+        self._roles = {(role.pipeline, role.stage): role for role in program.roles}
         self._traffic = Traffic(plan, job, cluster, layout)
         self._pricing = Pricing(plan, job, cluster, layout, self._traffic)
         count, instances, capacities = len(self._traffic.entities), self._traffic.instances, self._traffic.capacities
@@ -120,29 +123,32 @@ class _Player:
         """Task -> the instance of its transfer."""
 
     def play(self) -> Played:
-        groups: dict[int, list[int]] = {}
-        for e, colour in enumerate(self._colours.entities):
-            groups.setdefault(colour, []).append(e)
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for e, crew in self._traffic.crews.items():
+            groups.setdefault(tuple([self._colours.entities[seat] for seat in crew]), []).append(e)
         voices = [self._voice(group) for group in groups.values()]
         times = compiled.play(self._graph)
         if min(times.end, default=0) < 0:
             raise RuntimeError("the program deadlocks: some actions wait for each other")
         entities = self._traffic.entities
-        rows = [Row(entities[v.group[0]], tuple(entities[e] for e in v.group), v.actions, tuple(v.parts),
+        rows = [Row(entities[v.group[0]], tuple(entities[e] for e in self._traffic.crews[v.group[0]]),
+                    tuple(entities[e] for e in v.group), v.actions, tuple(v.parts),
                     [times.start[t] for t in v.first], [times.end[t] for t in v.last]) for v in voices]
         return Played(rows, self._critical(voices, times))
 
     def _voice(self, group: list[int]) -> _Voice:
         entity = self._traffic.entities[group[0]]
-        place = (entity.pipeline, entity.stage)
-        voice = _Voice(group, self._roles[place], [], [], [])
-        needs = hazards(voice.actions, self._layout)
+        role = self._roles[entity.pipeline, entity.stage]
+        crew = self._traffic.crews[group[0]]
+        voice = _Voice(group, role.actions, [], [], [])
+        needs = role.needs(lambda seat: hazards(seat.actions, self._layout))
         order = self._graph.order
         before: dict[tuple[str, int], int] = {}
-        turns: dict[tuple[str, int], int] = {}
+        turns: dict[tuple[str, int, int], int] = {}
         for action, after in zip(voice.actions, needs, strict=True):
-            turns[action.op, action.lo] = turn = turns.get((action.op, action.lo), 0) + 1
-            parts, tasks = self._tasks(group[0], action, turn)
+            key = action.op, action.lo, action.seat
+            turns[key] = turn = turns.get(key, 0) + 1
+            parts, tasks = self._tasks(crew[max(action.seat, 0)], action, turn)
             stream = stream_of(action)
             if stream in before:
                 order(before[stream], tasks[0])
@@ -193,7 +199,8 @@ class _Player:
             if task not in owner:  # the middle of an action of several transfers
                 continue
             voice, k = owner[task]
-            entity = self._traffic.entities[voice.group[0]]
+            seat = self._traffic.crews[voice.group[0]][max(voice.actions[k].seat, 0)]
+            entity = self._traffic.entities[seat]
             device = self._devices[entity.ranks[0]].name
             where = f"pipeline {entity.pipeline} stage {entity.stage} (from rank {entity.ranks[0]}, {device})"
             category = CATEGORY.get(voice.actions[k].op, "")
@@ -427,9 +434,10 @@ class Pricing:
     def _step(self, e: int, unit: int) -> list[tuple[str, float]]:
         layout, entity = self._layout, self._entities[e]
         slowest = 0.0
-        for rank in entity.ranks[-1:] if len({self._device[r] for r in entity.ranks}) == 1 else entity.ranks:
+        same = len({self._device[r] for r in entity.ranks}) == 1
+        for rank, post in zip(entity.ranks[-1:], entity.posts[-1:]) if same else zip(entity.ranks, entity.posts):
             owned = 0
-            for column in layout.held(unit, rank):
+            for column in layout.held(unit, post):
                 lo, hi = layout.piece("optimizer", unit, column, entity.replica)
                 owned += hi - lo
             slowest = max(slowest, optimizer_s(owned, self._cluster.devices[rank], self._job))

@@ -27,6 +27,7 @@ from mixfleet.job import Job
 from mixfleet.plan import Plan
 from mixfleet.program.action import (
     GATHER,
+    JOINT,
     RECV_ACT,
     RECV_GRAD,
     REDUCE,
@@ -80,7 +81,8 @@ class Static(NamedTuple):
 
 
 def static(layout: Layout, job: Job, rank: int) -> Static:
-    """State of a rank, moments in place. A piece that lies outside the one it is made from needs its own buffer."""
+    """State of a rank (or one of its posts), moments in place. A piece that lies outside the one it is made from needs
+    its own buffer."""
     place = layout.places[rank]
     own = updated = 0
     totals = {"weights": 0, "gradients": 0, "optimizer": 0}
@@ -118,8 +120,11 @@ def follow(row: Row, rank: int, plan: Plan, job: Job, cluster: Cluster, layout: 
     """Memory of `rank`, one of the row's entity, through the step."""
     device = cluster.devices[rank]
     groups = communicators(plan, row.entity.pipeline, row.entity.stage)
-    events = sorted(_Walk(row, rank, plan, job, device, layout).events())
-    return _peaks(events, static(layout, job, rank), row, allocator_factor(device), framework_bytes(device, groups))
+    posts = [seat.posts[seat.ranks.index(rank)] for seat in row.seats]
+    events = sorted(event for seat, post in enumerate(posts)
+                    for event in _Walk(row, seat, post, plan, job, device, layout).events())
+    state = Static(*map(sum, zip(*(static(layout, job, post) for post in posts))))
+    return _peaks(events, state, row, allocator_factor(device), framework_bytes(device, groups))
 
 
 Event = tuple[int, int, int, int]
@@ -158,19 +163,21 @@ def _peaks(events: list[Event], state: Static, row: Row, factor: float, framewor
 
 
 class _Walk:
-    """The allocations of one row, as seen by one of its ranks."""
+    """The allocations of one seat of a row, as seen by one of its ranks."""
 
-    def __init__(self, row: Row, rank: int, plan: Plan, job: Job, device: Device, layout: Layout) -> None:
-        self._row, self._rank, self._job, self._device, self._layout = row, rank, job, device, layout
-        self._pipe = plan.pipelines[row.entity.pipeline]
-        self._stage = self._pipe.stages[row.entity.stage]
-        self._tokens = self._pipe.tokens(job.seq_len, plan.replicas[row.entity.replica][1])
+    def __init__(self, row: Row, seat: int, post: int, plan: Plan, job: Job, device: Device, layout: Layout) -> None:
+        self._row, self._post, self._job, self._device, self._layout = row, post, job, device, layout
+        self._entity = row.seats[seat]
+        self._mine = [i for i, a in enumerate(row.actions) if a.seat in (seat, JOINT)]
+        self._pipe = plan.pipelines[self._entity.pipeline]
+        self._stage = self._pipe.stages[self._entity.stage]
+        self._tokens = self._pipe.tokens(job.seq_len, plan.replicas[self._entity.replica][1])
         self._modes = self._stage.modes
         self._known: dict[tuple[int, int, int], tuple[int, int, int]] = {}
         self._alike = alike(layout)
         self._elements: dict[int, tuple[int, int]] = {}
         self._layered = plan.accumulation == "layered"
-        self._reduced = {a.lo for a in row.actions if a.op == REDUCE}
+        self._reduced = {row.actions[i].lo for i in self._mine if row.actions[i].op == REDUCE}
 
     def _blocks(self, lo: int, hi: int, micro_batch: int) -> tuple[int, int, int]:
         """(saved, workspace, recomputed) bytes of blocks that compute one after another."""
@@ -200,9 +207,9 @@ class _Walk:
         """Elements of a unit that the rank computes with, and those whose optimizer state it owns."""
         first = self._alike[unit]
         if first not in self._elements:
-            layout, replica = self._layout, self._row.entity.replica
-            pieces = [layout.piece("optimizer", first, c, replica) for c in layout.held(first, self._rank)]
-            self._elements[first] = (layout.compute_elements(first, self._rank), sum(hi - lo for lo, hi in pieces))
+            layout, replica = self._layout, self._entity.replica
+            pieces = [layout.piece("optimizer", first, c, replica) for c in layout.held(first, self._post)]
+            self._elements[first] = (layout.compute_elements(first, self._post), sum(hi - lo for lo, hi in pieces))
         return self._elements[first]
 
     def _gradient(self, unit: int) -> int:
@@ -215,12 +222,13 @@ class _Walk:
         add = found.append
         waiting: dict[tuple[str, int, int], int] = {}
         buffers: set[int] = set()
-        sent = {(a.op, boundary(a)) for a in row.actions if a.op in (SEND_ACT, SEND_GRAD)}
+        sent = {(a.op, boundary(a)) for a in map(row.actions.__getitem__, self._mine) if a.op in (SEND_ACT, SEND_GRAD)}
         if self._layered:  # what one block hands to the next waits for it as a message would
             inner = range(1, len(self._job.model.blocks))
             sent |= {(op, b) for b in inner for op in (SEND_ACT, SEND_GRAD)}
         entry, back = (SEND_ACT, SEND_GRAD) if self._layered else (RECV_ACT, RECV_GRAD)
-        for i, (action, start, end) in enumerate(zip(row.actions, row.start_ns, row.end_ns, strict=True)):
+        for i in self._mine:
+            action, start, end = row.actions[i], row.start_ns[i], row.end_ns[i]
             op, mb = action.op, action.mb
             if op == F:
                 saved, work, _ = self._blocks(action.lo, action.hi, sizes[mb])

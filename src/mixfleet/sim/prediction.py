@@ -56,6 +56,8 @@ class DeviceUse(Spec, frozen=True, kw_only=True):
     """Seconds into the step at which it begins."""
     breakdown: dict[str, int]
     """Bytes at the peak, by what holds them."""
+    more: tuple[tuple[int, int], ...] = ()
+    """Where else it stands: (pipeline, stage)."""
 
     @property
     def lacks_bytes(self) -> int:
@@ -260,7 +262,8 @@ def _devices(played: Played, memories: dict[tuple[int, int], Memory], cluster: C
                     busy=busy.get(row.entity.ranks[0], 0.0), capacity_bytes=device.memory_bytes,
                     fresh_bytes=answers[device].fresh.total_bytes, resumed_bytes=answers[device].resumed.total_bytes,
                     peak_bytes=used[device].total_bytes, phase=_phase(used[device].action),
-                    peak_s=used[device].time_ns / NS_PER_S, breakdown=used[device].breakdown))
+                    peak_s=used[device].time_ns / NS_PER_S, breakdown=used[device].breakdown,
+                    more=tuple((seat.pipeline, seat.stage) for seat in row.seats[1:])))
     return tuple(sorted(found, key=lambda d: d.rank))
 
 
@@ -317,6 +320,8 @@ _QUICK_STEPS = 128
 
 def _lighter(use: DeviceUse, plan: Plan, device: Device) -> list[str]:
     """How many micro-batches in flight would fit, and which schedules hold no more on any device that lacks memory."""
+    if plan.shared:
+        return []
     pipeline = plan.pipelines[use.pipeline]
     home, count = tuple(c.stage for c in pipeline.chain), len(pipeline.micro_batches)
     held = in_flight(pipeline.orders(plan.schedule)[use.stage])

@@ -24,12 +24,13 @@ def bytes_sent(program: Program, plan: Plan, job: Job, layout: Layout) -> dict[s
     left out."""
     found: dict[int, Counter[str]] = {rank: Counter() for rank in plan.ranks}
     moved: dict[tuple[str, int], Counter[int]] = {}
-    for role in program.roles:
+    for role in (whole.view(seat) for whole in program.roles for seat in range(len(whole.seats))):
         pipeline = plan.pipelines[role.pipeline]
         stages, sizes = pipeline.stages, pipeline.micro_batches
         first = plan.replicas.index((role.pipeline, 0))
         stage = stages[role.stage]
         groups = [stage.ranks(r) for r in range(pipeline.copies)]
+        posts = [post for r in range(pipeline.copies) for post in plan.posts(role.pipeline, role.stage, r)]
         tokens = [pipeline.tokens(job.seq_len, r) for r in range(pipeline.copies)]
         for action in role.actions:
             op = action.op
@@ -47,9 +48,10 @@ def bytes_sent(program: Program, plan: Plan, job: Job, layout: Layout) -> dict[s
                     moved[op, action.lo] = counts
                     element = job.bytes.weight_bytes if op in (GATHER, PUBLISH) else job.bytes.gradient_bytes
                     for move in layout.moves(op, action.lo):
-                        counts[move.src] += (move.hi - move.lo) * element
-                for rank in (rank for ranks in groups for rank in ranks):
-                    found[rank][op] += moved[op, action.lo][rank]
+                        if (move.src - move.dst) % plan.span:
+                            counts[move.src] += (move.hi - move.lo) * element
+                for post in posts:
+                    found[post % plan.span][op] += moved[op, action.lo][post]
             elif op in (F, B, I):
                 modes = stage.modes
                 for ranks, length in zip(groups, tokens) if stage.tensor > 1 or pipeline.context > 1 else ():

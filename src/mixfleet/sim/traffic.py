@@ -16,6 +16,8 @@ from mixfleet.program.action import GATHER, PUBLISH, REDUCE, SEND_ACT, SEND_GRAD
 from mixfleet.program.layout import Comm, Layout
 from mixfleet.sim.fold import Instance
 
+SEATS = "seats"
+"""The kind of an instance that moves nothing: it only keeps together what is on the same ranks."""
 Kind = tuple[str, int, int]
 """(operation, pipeline, block at whose input it moves) or (operation, first unit of its kind, phase)."""
 
@@ -32,6 +34,8 @@ class Entity(NamedTuple):
     replica: int
     """Number among all data-parallel replicas (`Plan.replicas`)."""
     ranks: tuple[int, ...]
+    posts: tuple[int, ...] = ()
+    """What the layout calls them (`Plan.posts`)."""
 
 
 class Traffic:
@@ -42,9 +46,11 @@ class Traffic:
 
     def __init__(self, plan: Plan, job: Job, cluster: Cluster, layout: Layout) -> None:
         self._plan, self._job, self._cluster, self._layout = plan, job, cluster, layout
-        self.entities = tuple(Entity(p, s, k, stage.ranks(r)) for k, (p, r) in enumerate(plan.replicas)
+        self.entities = tuple(Entity(p, s, k, stage.ranks(r), plan.posts(p, s, r))
+                              for k, (p, r) in enumerate(plan.replicas)
                               for s, stage in enumerate(plan.pipelines[p].stages))
-        self._entity_of = {rank: e for e, entity in enumerate(self.entities) for rank in entity.ranks}
+        self._entity_of = {post: e for e, entity in enumerate(self.entities) for post in entity.posts}
+        self.crews = self._crews()
         self._ports = Ports.of(cluster)
         self.instances: list[Instance] = []
         self.at: dict[tuple[int, Kind], int] = {}
@@ -55,7 +61,16 @@ class Traffic:
         for p in range(len(plan.pipelines)):
             self._point_to_point(p)
         self._state()
+        for crew in self.crews.values() if plan.shared else ():
+            self._add((SEATS, 0, 0), crew, NO_LOADS)
         self.capacities = self._ports.capacities
+
+    def _crews(self) -> dict[int, tuple[int, ...]]:
+        """By their first entity, those that are the same ranks in several pipelines, in the order of their seats."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for e, entity in enumerate(self.entities):
+            found.setdefault(entity.ranks, []).append(e)
+        return {crew[0]: tuple(crew) for crew in found.values()}
 
     def tightest(self, instance: int) -> str:
         """Name of the port that takes longest to pass the transfer's bytes."""
@@ -118,7 +133,9 @@ class Traffic:
             messages: dict[int, dict[tuple[int, int], float]] = {}
             for m in moves:
                 sent = messages.setdefault(_root(together, self._entity_of[m.src]), {})
-                sent[m.src, m.dst] = sent.get((m.src, m.dst), 0.0) + (m.hi - m.lo) * element
+                pair = m.src % self._plan.span, m.dst % self._plan.span
+                if pair[0] != pair[1]:
+                    sent[pair] = sent.get(pair, 0.0) + (m.hi - m.lo) * element
             for root, group in members.items():
                 self._add((op, unit, i), group, self._ports.exchange(messages.get(root, {})))
         return len(stages)
