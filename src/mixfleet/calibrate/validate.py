@@ -175,7 +175,14 @@ def _collectives(path: Path) -> Result:
     return collectives.validate(path)
 
 
+def _inference(path: Path) -> Result:
+    from mixfleet.calibrate import inference
+
+    return inference.validate(path)
+
+
 READERS: list[Reader] = [Reader(lambda columns: columns.issuperset(("id", "metric", "value")), _published),
                          Reader(lambda columns: columns.issuperset(("ranks", "bytes", "time_us")), _collectives),
+                         Reader(lambda columns: columns.issuperset(("prefill_ms", "decode_step_ms")), _inference),
                          Reader(lambda columns: columns.issuperset(COMMON), kernels)]
 """First match wins; modules of other kinds append theirs."""
