@@ -205,11 +205,11 @@ def test_the_fused_kernel_computes_the_scores_once_more() -> None:
 
 @pytest.mark.parametrize("name", [n for n in SMALL if "deepseek" not in n])
 def test_tensor_parallel_shares_add_up(name: str) -> None:
-    """All products but the router's are divided; attention and MLP of rank 1/2 do half."""
+    """All products are divided: attention, MLP, router and experts of rank 1/2 do half."""
     for block in build(SMALL[name]).blocks:
         for op in block.ops:
             whole, half = op.flops.at(3, 10, 1), op.flops.at(3, 10, 2)
-            assert half == (whole if op.name == "mlp.router" else whole / 2), op.name
+            assert half == whole / 2, op.name
 
 
 def test_llama_block_by_hand() -> None:
@@ -371,3 +371,19 @@ def test_any_value_builds_or_is_refused(data: st.DataObject) -> None:
     else:
         assert model.count > 0
         assert len(model.blocks) == model.layers + 2
+
+
+@pytest.mark.parametrize(("figures", "says"), [
+    ({"experts": 4}, "expert_ffn is missing"),
+    ({"experts": 4, "expert_ffn": 8, "experts_per_token": 5}, "5 experts per token; the layer has 4"),
+    ({"experts": 4, "expert_ffn": 8, "activation": "gelu"}, "experts need one of swiglu"),
+    ({"experts": 4, "expert_ffn": 8, "expert_skew": 0.5}, "skew of the experts is 0.5"),
+])
+def test_impossible_experts_say_why(figures: dict[str, Any], says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        build({"layers": 2, "hidden": 8, "heads": 2, "vocab": 9} | figures)
+
+
+def test_experts_limit_the_tensor_degree() -> None:
+    assert ("experts", 6) in build({"layers": 2, "hidden": 8, "heads": 2, "vocab": 9, "experts": 6, "expert_ffn": 8}
+                                   ).tensor_limit

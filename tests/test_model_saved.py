@@ -39,6 +39,10 @@ class Imagined(TensorGroup):
         self.seen.append(("reduce_scatter", x.numel(), x.element_size()))
         return x.chunk(self.size, 1)[0].clone()
 
+    def all_to_all(self, x: Any, sent: Any, received: Any) -> Any:
+        self.seen.append(("all_to_all", x.numel(), x.element_size()))
+        return x.clone()
+
     def all_reduce(self, x: Any, op: Any = None) -> Any:
         self.seen.append(("all_reduce", x.numel(), x.element_size()))
         return x
@@ -88,7 +92,9 @@ def predicted(block: Block, tensor: int, element: int, *, fused: bool) -> float:
 @pytest.mark.parametrize("tensor", [1, 2])
 @pytest.mark.parametrize("attention", ["fused", "eager"])
 @pytest.mark.parametrize("extra", [{"style": "gpt"}, {"style": "gpt", "kv_heads": 6, "activation": "relu"},
-                                   {"style": "llama"}, {"style": "llama", "qk_norm": True, "ffn": 88}])
+                                   {"style": "llama"}, {"style": "llama", "qk_norm": True, "ffn": 88},
+                                   {"style": "gpt", "activation": "swiglu", "bias": False, "experts": 4,
+                                    "experts_per_token": 4, "expert_ffn": 88, "shared_ffn": 50}])
 def test_saved_bytes(extra: dict[str, Any], attention: str, tensor: int) -> None:
     """Within 5 % in every block. Constants that all layers share (rotary tables) are not counted.
 
@@ -203,7 +209,7 @@ def test_experts_and_latents_by_hand() -> None:
         "q_lora_rank": 14, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8, "n_routed_experts": 8,
         "num_experts_per_tok": 3, "moe_intermediate_size": 20, "n_shared_experts": 2, "first_k_dense_replace": 1})
     kept = {s.name: s.size.at(2, 10, 2) for s in model.blocks[2].saved}
-    assert kept["mlp.expert_in"] == kept["mlp.expert_out"] == 20 * 3 * 24
+    assert kept["mlp.expert_in"] == kept["mlp.expert_out"] == 20 * 3 * 24 / 2
     assert kept["mlp.experts.gate_out"] == 20 * 3 * 20 / 2
     assert kept["mlp.shared.inner_out"] == 20 * 40 / 2
     assert kept["attention.q_latent"] == 20 * 14
@@ -214,3 +220,18 @@ def test_experts_and_latents_by_hand() -> None:
     gathered = sum(c.size.at(2, 10, 2) for c in model.blocks[2].tensor_comm
                    if (c.op, c.phase) == ("all_gather", "forward"))
     assert gathered == 20 * (14 + 14 + 24)  # both latents with the rotary key, then the MLP's input
+
+
+def test_a_skewed_router_makes_one_rank_busier_the_more_ranks_there_are() -> None:
+    """Twice the mean on a rank with one of four experts: nothing on one rank, 2 - 1/2 on two, 2 - 1/4 on four."""
+    figures = FIGURES | {"experts": 4, "expert_ffn": 30}
+    even, skewed = (build(figures | {"expert_skew": f}).blocks[1] for f in (1.0, 2.0))
+    for tensor, factor in ((1, 1.0), (2, 1.5), (4, 1.75)):
+        for name in ("mlp.expert_in", "mlp.experts.inner_out"):
+            one, two = (next(s.size.at(2, 10, tensor) for s in b.saved if s.name == name) for b in (even, skewed))
+            assert two == pytest.approx(factor * one)
+        one, two = (next(op for op in b.ops if op.name == "mlp.experts.up") for b in (even, skewed))
+        assert one.shape["batch"].at(2, 10, tensor) == 4 / tensor
+        assert one.shape["m"].at(2, 10, tensor) == 2 * 10 * 2 / 4
+        assert one.flops.at(2, 10, tensor) == pytest.approx(2 * 2 * 10 * 2 * 30 * 48 / tensor)
+        assert two.flops.at(2, 10, tensor) == pytest.approx(factor * one.flops.at(2, 10, tensor))

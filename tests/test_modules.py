@@ -26,7 +26,10 @@ QWEN3 = {"model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 40, "num_
          "max_position_embeddings": 64, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
 NEOX = {"model_type": "gpt_neox", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4,
         "intermediate_size": 90, "vocab_size": 53, "max_position_embeddings": 64}
-MODELS = {"llama": LLAMA, "gpt": GPT, "qwen3": QWEN3, "gpt_neox": NEOX}
+MOE = {"layers": 2, "hidden": 40, "heads": 4, "ffn": 58, "vocab": 53, "max_seq_len": 64, "experts": 8,
+       "experts_per_token": 3, "expert_ffn": 26, "shared_ffn": 20}
+EVEN_MOE = MOE | {"experts": 4, "experts_per_token": 4}
+MODELS = {"llama": LLAMA, "gpt": GPT, "qwen3": QWEN3, "gpt_neox": NEOX, "moe": MOE, "even moe": EVEN_MOE}
 
 
 def batch(vocab, rows=3, length=12):
@@ -100,9 +103,10 @@ LLAMA_NAMES = {"embed/tokens": "model.embed_tokens", "norm1": "input_layernorm",
                **{f"attention.{x}": f"self_attn.{x}_proj" for x in "qkvo"},
                **{f"attention.{x}_norm": f"self_attn.{x}_norm" for x in "qk"},
                **{f"mlp.{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")}, "head/norm": "model.norm",
+               "mlp.router": "mlp.gate", **{f"mlp.experts.{x}": f"mlp.experts.{x}" for x in ("gate", "up", "down")},
                "head/lm": "lm_head", "layers": "model.layers"}
 HF_NAMES = {
-    **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral"), LLAMA_NAMES),
+    **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe"), LLAMA_NAMES),
     "gpt2": {"embed/tokens": "transformer.wte", "embed/positions": "transformer.wpe", "norm1": "ln_1", "norm2": "ln_2",
              **{f"attention.{x}": f"attn.c_attn.{x}" for x in "qkv"}, "attention.o": "attn.c_proj",
              "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj", "head/norm": "transformer.ln_f", "head/lm": "lm_head",
@@ -125,6 +129,9 @@ CONFIGS = {
     "qwen2": GROUPED | {"tie_word_embeddings": True},
     "qwen3": GROUPED | {"head_dim": 10, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
     "mistral": GROUPED | {"sliding_window": 6},
+    "mixtral": GROUPED | {"intermediate_size": 96, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": GROUPED | {"head_dim": 10, "num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 20,
+                            "decoder_sparse_step": 2},
     "gpt2": {"n_embd": 48, "n_layer": 2, "n_head": 4, "vocab_size": 61, "n_positions": 40},
     "gpt_neox": SMALL | {"rotary_pct": 0.5},
     "opt": SMALL | {"ffn_dim": 90, "word_embed_proj_dim": 48},
@@ -140,6 +147,11 @@ def hf_weights(family, hf, heads):
         if "c_attn" in name:
             for x, part in zip("qkv", value.chunk(3)):
                 state[name.replace("c_attn", f"c_attn.{x}")] = part
+        if "experts.gate_up_proj" in name:
+            for x, part in zip(("gate", "up"), value.chunk(2, 1)):
+                state[name.replace("gate_up_proj", f"{x}.weight")] = part
+        if "experts.down_proj" in name:
+            state[name.replace("down_proj", "down.weight")] = value
         if "query_key_value" in name:  # per head: q, k, v
             for x, part in zip("qkv", value.unflatten(0, (heads, 3, -1)).unbind(1)):
                 state[name.replace("query_key_value", f"query_key_value.{x}")] = part.flatten(0, 1)
@@ -292,7 +304,7 @@ def test_tensor_parallel_equals_one_rank(tensor_results, name, size):
         assert tensor_results[rank][name, size, "bf16"][0] < 0.02
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [n for n in MODELS if n != "moe"])  # whose bytes depend on the routing
 @pytest.mark.parametrize("size", [2, 4])
 def test_bytes_sent_are_those_of_the_model(tensor_results, name, size):
     """What the cost model charges: (t - 1) / t of each gathered or scattered tensor, twice that to reduce to all."""
@@ -311,7 +323,7 @@ def test_bytes_sent_are_those_of_the_model(tensor_results, name, size):
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["mixtral-8x7b", "gemma-2b", "deepseek-v3"])
+@pytest.mark.parametrize("name", ["gemma-2b", "deepseek-v3"])
 def test_families_that_are_only_planned_for(name):
     with pytest.raises(InputError, match=rf"{name[:5]}.*predict and plan work.*llama"):
         build_blocks(build(name), [0])

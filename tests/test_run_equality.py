@@ -27,6 +27,7 @@ def pool() -> Iterator[Pool]:
 
 _TIED, _QWEN = {"tied": True}, {"tied": True, "bias": True, "kv_heads": 2, "activation": "swiglu"}
 _GPT2 = {"norm": "layernorm", "activation": "gelu", "position": "learned", "tied": True, "bias": True}
+_MOE = {"experts": 4, "experts_per_token": 2, "expert_ffn": 12, "kv_heads": 2}
 _CLIP = {"clip_norm": 0.3}
 
 CASES = {
@@ -176,6 +177,20 @@ CASES = {
     "zero bubble h1, context 2": Case(
         plan(chunked("zb-h1", (0, 2, 5), (0, 1), (2, 3), samples=6, micro_batch=1, context=2), schedule="zb-h1"),
         job(figures=_GPT2)),
+    "experts, zero-3 of two": Case(plan(pipe((0, 5), (0, 1), samples=3, micro_batch=2, replicas=2),
+                                        sharding=(2, 2, 2)), job(figures=_MOE, **_CLIP), masked=True),
+    "experts over tensor 4, a shared one": Case(plan(pipe((0, 5), (0, 1, 2, 3), samples=6, micro_batch=4, tensor=(4,))),
+                                                job(figures={**_MOE, "shared_ffn": 12, "kv_heads": 4})),
+    "experts over tensor 2 beside tensor 1 twice, full recompute, zero-1": Case(
+        plan(pipe((0, 5), (0, 1), samples=2, micro_batch=2, tensor=(2,), recompute="full"),
+             pipe((0, 5), (2, 3), samples=2, micro_batch=1, replicas=2), sharding=(1, 1, 3)),
+        job(figures=_MOE, **_CLIP), masked=True),
+    "experts over tensor 2 in parts of a sequence": Case(
+        plan(pipe((0, 5), (0, 1, 2, 3), samples=6, micro_batch=3, tensor=(2,), context=2, recompute="selective")),
+        job(figures=_MOE)),
+    "experts over tensor 2 in two stages, zero bubble": Case(
+        plan(chunked("zb-h1", (0, 2, 5), (0, 1), (2, 3), samples=6, micro_batch=2, tensor=2), schedule="zb-h1"),
+        job(figures={**_MOE, "tied": True})),
 }
 _references: dict[object, Reference] = {}
 

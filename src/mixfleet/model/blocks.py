@@ -90,29 +90,29 @@ def _layer(c: TransformerConfig, routed: bool, window: int) -> Block:
         return attention(c, window, input_part + gathered("attention.input", c.hidden,
                                                           is_shard_kept=c.norm_position == "post"))
 
-    def feed(input_part: Part) -> Part:
-        inputs = input_part + gathered("mlp.input", c.hidden)
+    def feed(input_part: Part, *, ends: bool = True) -> Part:
         if routed and c.experts:
-            return moe(c, c.experts, inputs)
-        return mlp(c, c.ffn, inputs)
+            return moe(c, c.experts, input_part)
+        return mlp(c, c.ffn, input_part + gathered("mlp.input", c.hidden)) + (scatter(c.hidden) if ends else Part())
 
     part = keep("input", SHARD * c.hidden, "full")
     if c.norm_position == "post":
         part += attend(Part()) + residual("add1", c.hidden) + keep("norm1.input", SHARD * c.hidden)
-        part += feed(normed("norm1")) + scatter(c.hidden) + residual("add2", c.hidden)
+        part += feed(normed("norm1")) + residual("add2", c.hidden)
         part += keep("norm2.input", SHARD * c.hidden) + normed("norm2")
     elif c.parallel:
-        part += attend(normed("norm1")) + feed(normed("norm2"))  # the sum of both is scattered once
+        part += attend(normed("norm1")) + feed(normed("norm2"), ends=False)  # the sum of both is scattered once
         part += residual("add1", c.hidden) + residual("add2", c.hidden)
     else:
         part += attend(normed("norm1")) + after("attention.norm") + residual("add1", c.hidden)
         part += keep("norm2.input", SHARD * c.hidden)
-        part += feed(normed("norm2")) + scatter(c.hidden) + after("mlp.norm") + residual("add2", c.hidden)
+        part += feed(normed("norm2")) + after("mlp.norm") + residual("add2", c.hidden)
 
     wide = c.ffn
     if routed and c.experts:
         wide = c.experts.per_token * c.experts.ffn + c.experts.shared_ffn
-    gradients = ROWS * wide * (2 if c.gated else 1) / T + ROWS * c.hidden
+    rows = SHARD * c.experts.per_token if routed and c.experts else ROWS
+    gradients = ROWS * wide * (2 if c.gated else 1) / T + rows * c.hidden
     scores = next(B * op.shape["heads"] * S * WHOLE for op in part.ops if op.kind == "attention")
     freed = sum((s.size for s in part.saved if s.name.startswith("mlp.")), Size())
     role = "layer" + (".moe" if routed else "") + (".window" if window else "")

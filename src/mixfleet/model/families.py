@@ -83,6 +83,7 @@ def _model(name: str, family: str, figures: dict[str, Any], where: str) -> Model
     except InputError as error:
         raise InputError(str(error), where=where) from None
     limits = (("attention heads", c.heads),) + (() if c.latent else (("key/value heads", c.kv_heads),))
+    limits += (("experts", c.experts.count),) if c.experts else ()
     return Model(name=name, family=family, blocks=tuple(blocks(c)), hidden=c.hidden, layers=c.layers, heads=c.heads,
                  kv_heads=c.kv_heads, vocab=c.vocab, max_seq_len=c.max_seq_len, config=c.figures(),
                  tensor_limit=limits)
@@ -219,6 +220,7 @@ def _qwen3_moe(k: _Keys) -> dict[str, Any]:
     return figures | {"experts": Experts(
         count=k.count("num_experts" if "num_experts" in k.values else "num_local_experts"),
         per_token=k.count("num_experts_per_tok"), ffn=k.count("moe_intermediate_size"),
+        normalized=k.flag("norm_topk_prob", False),
         dense_layers=tuple(i for i in range(figures["layers"]) if i in dense or (i + 1) % step))}
 
 
@@ -331,7 +333,7 @@ _STYLES: dict[str, dict[str, Any]] = {
 }
 _PLAIN_KEYS = ("name", "family", "style", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab",
                "max_seq_len", "norm", "norm_eps", "activation", "position", "rope_theta", "tied", "bias", "qk_norm",
-               "window")
+               "window", "experts", "experts_per_token", "expert_ffn", "shared_ffn", "expert_skew")
 
 
 def _plain(k: _Keys) -> dict[str, Any]:
@@ -354,7 +356,17 @@ def _plain(k: _Keys) -> dict[str, Any]:
         "position": k.one_of("position", ("rotary", "learned"), style["position"]),
         "rope_theta": k.number("rope_theta", 1e4), "tied": k.flag("tied", style["tied"]), "attention_bias": bias,
         "output_bias": bias, "mlp_bias": bias, "qk_norm": k.flag("qk_norm", False),
-        "window": k.count("window", 0, least=0)}
+        "window": k.count("window", 0, least=0)} | _plain_experts(k, activation)
+
+
+def _plain_experts(k: _Keys, activation: str) -> dict[str, Any]:
+    if not k.count("experts", 0, least=0):
+        return {}
+    if activation not in GATED:
+        raise InputError(f"activation is {activation!r}; experts need one of {', '.join(GATED)}", where=k.where)
+    return {"experts": Experts(count=k.count("experts"), per_token=k.count("experts_per_token", 2),
+                               ffn=k.count("expert_ffn"), shared_ffn=k.count("shared_ffn", 0, least=0),
+                               skew=k.number("expert_skew", 1.0))}
 
 
 def _usual_ffn(hidden: int, activation: str) -> int:

@@ -215,29 +215,40 @@ def mlp(c: TransformerConfig, ffn: int, input_part: Part, name: str = "mlp") -> 
     return part + linear(f"{name}.down", ROWS, ffn, c.hidden, cut="in", bias=c.mlp_bias)
 
 
-def moe(c: TransformerConfig, experts: Experts, input_part: Part) -> Part:
-    """Router, routed experts as grouped products over all of them, and the shared MLP; ends before the scatter.
+def spread(size: Size, times: int) -> Part:
+    """Exchanges between those who have rows and those who have their experts, as many forward as backward."""
+    comms = [TensorComm(op="all_to_all", phase=phase, size=size) for phase in ("forward", "backward")]
+    return Part(comms=tuple(comm for comm in comms for _ in range(times)))
 
-    Every rank routes all tokens and has a slice of the width of every expert. Tokens are spread evenly.
+
+def moe(c: TransformerConfig, experts: Experts, input_part: Part) -> Part:
+    """Router, routed experts, and the shared MLP; to the shard of their sum.
+
+    Every rank routes the tokens of its shard. It has some of the experts whole, and rows go to the ranks that have
+    theirs and come back. Routing is even, up to `Experts.skew` of the rank that counts.
     """
-    count, width = Size.of(experts.count), Size.of(experts.ffn) / T
-    routed = ROWS * experts.per_token
-    each = routed / count
-    probabilities = ROWS * experts.count
-    part = input_part + linear("mlp.router", ROWS, c.hidden, experts.count)
-    part += Part(ops=(Op(name="mlp.route", kind="softmax", shape={"rows": ROWS, "cols": count}, flops=Size(),
+    routed = SHARD * experts.per_token
+    busy = routed * (Size.of(experts.skew) + Size.of(1 - experts.skew) / T)
+    here, count, width = Size.of(experts.count) / T, Size.of(experts.count), Size.of(experts.ffn)
+    each, probabilities = busy / here, SHARD * count
+    part = input_part + keep("mlp.router_in", SHARD * c.hidden) + linear("mlp.router", SHARD, c.hidden, experts.count)
+    part += Part(ops=(Op(name="mlp.route", kind="softmax", shape={"rows": SHARD, "cols": count}, flops=Size(),
                          backward_flops=Size(), traffic=2 * probabilities, backward_traffic=3 * probabilities),))
     part += keep("mlp.router_probabilities", probabilities, bytes_per_element=4)
     part += keep("mlp.expert_index", routed, bytes_per_element=8)
-    part += elementwise("mlp.dispatch", routed, c.hidden, (2, 2)) + keep("mlp.expert_in", routed * c.hidden)
+    part += elementwise("mlp.dispatch", routed, c.hidden, (2, 2)) + spread(routed * c.hidden, 1)
+    part += Part(comms=(TensorComm(op="all_to_all", phase="forward", size=count, bytes_per_element=8),))
+    part += keep("mlp.expert_in", busy * c.hidden)
     for which in ("gate", "up"):
-        part += Part((Param(name=f"mlp.experts.{which}.weight", shape=(experts.count, experts.ffn, c.hidden), split=1,
-                            role="expert"),), (gemm(f"mlp.experts.{which}", count, each, width, Size.of(c.hidden)),))
-    part += activation("mlp.experts", c.activation, True, routed, width)
-    part += Part((Param(name="mlp.experts.down.weight", shape=(experts.count, c.hidden, experts.ffn), split=2,
-                        role="expert"),), (gemm("mlp.experts.down", count, each, Size.of(c.hidden), width),))
+        part += Part((Param(name=f"mlp.experts.{which}.weight", shape=(experts.count, experts.ffn, c.hidden), split=0,
+                            role="expert"),), (gemm(f"mlp.experts.{which}", here, each, width, Size.of(c.hidden)),))
+    part += activation("mlp.experts", c.activation, True, busy, width)
+    part += Part((Param(name="mlp.experts.down.weight", shape=(experts.count, c.hidden, experts.ffn), split=0,
+                        role="expert"),), (gemm("mlp.experts.down", here, each, Size.of(c.hidden), width),))
+    part += spread(routed * c.hidden, 1)
     part += keep("mlp.expert_out", routed * c.hidden) + elementwise("mlp.combine", routed, c.hidden, (2, 3))
     if experts.shared_ffn:
-        part += mlp(c, experts.shared_ffn, Part(), "mlp.shared")
-        part += elementwise("mlp.add_shared", ROWS, c.hidden, (3, 1))
+        shared = gathered("mlp.input", c.hidden, is_shard_kept=True)
+        part += mlp(c, experts.shared_ffn, shared, "mlp.shared") + scatter(c.hidden)
+        part += elementwise("mlp.add_shared", SHARD, c.hidden, (3, 1))
     return part

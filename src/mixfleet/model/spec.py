@@ -132,10 +132,11 @@ class Saved(Spec, frozen=True, kw_only=True):
 class TensorComm(Spec, frozen=True, kw_only=True):
     """A collective inside a tensor or context group; it carries `size` elements in total (the gathered tensor).
 
+    Of an all-to-all, `size` is what one rank has for all, itself included, if routing is even.
     `bytes_per_element` is None for the compute type, 4 for fp32 (or the compute type, if that is wider).
     """
 
-    op: Literal["all_gather", "reduce_scatter", "all_reduce"]
+    op: Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
     phase: Literal["forward", "backward"]
     size: Size
     bytes_per_element: int | None = None

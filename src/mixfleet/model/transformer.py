@@ -34,7 +34,8 @@ class Latent(Spec, frozen=True, kw_only=True):
 class Experts(Spec, frozen=True, kw_only=True):
     """Routed experts in place of the MLP; each token goes to `per_token` of `count` experts of width `ffn`.
 
-    `shared_ffn` is the width of an MLP that every token passes besides. Layers in `dense_layers` keep a plain MLP.
+    `shared_ffn` is the width of an MLP that every token passes besides. Layers in `dense_layers` keep a plain MLP. The
+    weights of a token's experts are their probabilities, which `normalized` scales to a sum of 1.
     """
 
     count: int
@@ -42,6 +43,14 @@ class Experts(Spec, frozen=True, kw_only=True):
     ffn: int
     shared_ffn: int = 0
     dense_layers: tuple[int, ...] = ()
+    normalized: bool = True
+    skew: float = 1.0
+    """Rows that come to the busiest rank, over the mean, where every expert is on a rank of its own; for predictions.
+    """
+
+    def __post_init__(self) -> None:
+        if self.skew < 1:
+            raise InputError(f"skew of the experts is {self.skew:g}; the busiest rank gets the mean at least, so 1")
 
 
 class TransformerConfig(Spec, frozen=True, kw_only=True):

@@ -15,7 +15,8 @@ Later = list[Callable[[], None]]
 
 
 class PutOff(TorchFunctionMode):
-    """While active, forwards of linear layers leave their weight gradient to `later`; all else stays in backward."""
+    """While active, forwards of linear layers leave their weight gradient to `later`; all else stays in backward, such
+    as the weights of experts, which are parts of one parameter."""
 
     def __init__(self, later: Later) -> None:
         super().__init__()
@@ -23,7 +24,7 @@ class PutOff(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is F.linear and torch.is_grad_enabled() and args[1].requires_grad:
+        if func is F.linear and torch.is_grad_enabled() and args[1].requires_grad and args[1].is_leaf:
             bias = args[2] if len(args) > 2 else kwargs.get("bias")
             return _Linear.apply(*args[:2], bias, self.later)  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)

@@ -26,15 +26,25 @@ from mixfleet.errors import InputError
 from mixfleet.model.spec import Model, Param
 from mixfleet.model.transformer import TransformerConfig
 from mixfleet.plan import Recompute
-from mixfleet.run.tensor import ALONE, TensorGroup, cross_entropy, gather_keys, gather_sequence, scatter_sequence
+from mixfleet.run.tensor import (
+    ALONE,
+    TensorGroup,
+    cross_entropy,
+    gather_keys,
+    gather_sequence,
+    scatter_sequence,
+    swap_rows,
+    wide,
+)
 
-FAMILIES = ("decoder", "gpt2", "gpt_neox", "llama", "mistral", "opt", "qwen2", "qwen3")
+FAMILIES = ("decoder", "gpt2", "gpt_neox", "llama", "mistral", "mixtral", "opt", "qwen2", "qwen3", "qwen3_moe")
 """Families that can be trained; every other one can be predicted and planned."""
 
 _FIGURES = frozenset(("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "max_seq_len"))
 _SUPPORTED = frozenset(("norm", "norm_eps", "activation", "position", "rope_theta", "tied", "attention_bias",
                         "output_bias", "mlp_bias", "qk_norm", "window", "full_attention_layers", "parallel",
-                        "rotary_fraction", "position_offset"))
+                        "rotary_fraction", "position_offset", "experts"))
+_BRANCH_ENDS = ("attention.o.weight", "mlp.down.weight", "mlp.experts.down.weight", "mlp.shared.down.weight")
 _INIT_STD = 0.02
 _CHUNK = 2**18
 """Elements of initial values that are drawn at a time, each chunk from its own counter."""
@@ -53,7 +63,7 @@ def build_blocks(model: Model, indices: Iterable[int], group: TensorGroup = ALON
     Raises InputError for a model that cannot be trained, and for a group that does not divide the heads.
     """
     config = trainable_config(model)
-    for what, count in (("attention heads", config.heads), ("key/value heads", config.kv_heads)):
+    for what, count in model.tensor_limit:
         if count % group.size:
             raise InputError(f"tensor is {group.size}; it must divide the {count} {what} of {model.name}")
     last = len(model.blocks) - 1
@@ -96,7 +106,7 @@ def initial_values(model: Model, seed: int, key: str, lo: int, hi: int) -> Tenso
         return torch.zeros(hi - lo)
     if param.role == "norm":
         return torch.ones(hi - lo)
-    std = _INIT_STD / (2 * model.layers) ** 0.5 if name in ("attention.o.weight", "mlp.down.weight") else _INIT_STD
+    std = _INIT_STD / (2 * model.layers) ** 0.5 if name in _BRANCH_ENDS else _INIT_STD
     philox = int.from_bytes(hashlib.blake2b(f"{seed}/{key}".encode(), digest_size=16).digest(), "little")
     values = np.empty(hi - lo, np.float32)
     for chunk in range(lo // _CHUNK, -(-hi // _CHUNK)):
@@ -201,6 +211,8 @@ class Layer(_Block):
             both = attended + self.feed_forward(self.gathered(x, "norm2", params), params)
             return x + self.merge(both, params, "attention.o", "mlp.down")
         x = x + self.merge(attended, params, "attention.o")
+        if "mlp.router.weight" in params:
+            return x + self.route(self.normalize(x, "norm2", params), params)
         return x + self.merge(self.feed_forward(self.gathered(x, "norm2", params), params), params, "mlp.down")
 
     def attend(self, x: Tensor, params: dict[str, Tensor]) -> Tensor:
@@ -263,11 +275,51 @@ class Layer(_Block):
         weights: Tensor = scores.masked_fill(~visible, float("-inf")).softmax(-1)
         return weights @ v
 
-    def feed_forward(self, x: Tensor, params: dict[str, Tensor]) -> Tensor:
+    def feed_forward(self, x: Tensor, params: dict[str, Tensor], name: str = "mlp") -> Tensor:
         """[b, s, h] -> this rank's part of the down projection's sum, [b, s, h]."""
-        activation, up = _ACTIVATIONS[self.config.activation], self.project(x, "mlp.up", params)
-        inner = activation(self.project(x, "mlp.gate", params)) * up if self.config.gated else activation(up)
-        return F.linear(inner, params["mlp.down.weight"])
+        activation, up = _ACTIVATIONS[self.config.activation], self.project(x, f"{name}.up", params)
+        inner = activation(self.project(x, f"{name}.gate", params)) * up if self.config.gated else activation(up)
+        return F.linear(inner, params[f"{name}.down.weight"])
+
+    def route(self, x: Tensor, params: dict[str, Tensor]) -> Tensor:
+        """Every token through its experts, all of them, and through the shared MLP: [b, s/t, h] -> [b, s/t, h].
+
+        Rows go to the ranks that hold their experts, and come back. No expert turns any away.
+        """
+        experts = self.config.experts
+        assert experts is not None
+        rows = x.flatten(0, 1)
+        probability, chosen = F.linear(rows, params["mlp.router.weight"]).softmax(-1, dtype=wide(x.dtype)).topk(
+            experts.per_token, -1)
+        if experts.normalized:
+            probability = probability / probability.sum(-1, keepdim=True)
+        order = chosen.flatten().argsort(stable=True)
+        counts = torch.bincount(chosen.flatten(), minlength=experts.count).view(self.group.size, -1)
+        here = (self.group.all_to_all(counts, [1] * self.group.size, [1] * self.group.size)
+                if self.group.size > 1 else counts).cpu()
+        sent, received = counts.sum(1).tolist(), here.sum(1).tolist()
+        back = swap_rows(self.experts(swap_rows(rows[order // experts.per_token], sent, received, self.group),
+                                      here, params), received, sent, self.group)
+        mixed = back[order.argsort()].view(len(rows), experts.per_token, -1) * probability.to(x.dtype).unsqueeze(-1)
+        out = mixed.sum(1).view_as(x)
+        if experts.shared_ffn:
+            shared = self.feed_forward(gather_sequence(x, self.group), params, "mlp.shared")
+            out = out + self.merge(shared, params, "mlp.shared.down")
+        return out
+
+    def experts(self, rows: Tensor, counts: Tensor, params: dict[str, Tensor]) -> Tensor:
+        """Rows [n, h] through the experts that this rank has; `counts` [ranks, experts here] says how they lie."""
+        activation = _ACTIVATIONS[self.config.activation]
+        pieces = torch.split(rows, counts.flatten().tolist())
+        number, ways = counts.shape[1], ("gate", "up", "down")
+        weights = zip(*(params[f"mlp.experts.{which}.weight"].unbind(0) for which in ways))
+        done: list[tuple[Tensor, ...]] = []
+        for e, (gate, up, down) in enumerate(weights):
+            mine = pieces[e::number]
+            one = torch.cat(mine) if len(mine) > 1 else mine[0]
+            one = F.linear(activation(F.linear(one, gate)) * F.linear(one, up), down)
+            done.append(torch.split(one, [len(piece) for piece in mine]))
+        return torch.cat([by_source[i] for i in range(len(counts)) for by_source in done])
 
 
 class Head(_Block):

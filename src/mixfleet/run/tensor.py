@@ -80,17 +80,31 @@ class TensorGroup:
         self._report("all_reduce", [total * (i + 1) // others - total * i // others for i in range(others)], start)
         return x
 
+    def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Rows of `x` [n, ...], `sent[i]` for rank i one after another -> those from all ranks, `received[i]` from rank
+        i."""
+        start = time.perf_counter()
+        outgoing = torch.split(x.contiguous(), list(sent))
+        whole = x.new_empty(sum(received), *x.shape[1:])
+        incoming = torch.split(whole, list(received))
+        incoming[self.rank].copy_(outgoing[self.rank])
+        self._exchange(outgoing, incoming)
+        self._report("all_to_all", [_nbytes(p) for i, p in enumerate(outgoing) if i != self.rank], start)
+        return whole
+
     def _exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
-        """Send one contiguous tensor to every other rank and receive one from each; their sizes may differ."""
+        """Send one contiguous tensor to every other rank and receive one from each; their sizes may differ, and both
+        sides know which are empty."""
         group = self.process_group
         assert group is not None
         messages = []
         for other in range(self.size):
             if other != self.rank:
                 peer = dist.get_global_rank(group, other)
-                messages.append(dist.P2POp(dist.isend, _raw(outgoing[other]), peer, group))
-                messages.append(dist.P2POp(dist.irecv, _raw(incoming[other]), peer, group))
-        for message in dist.batch_isend_irecv(messages):
+                messages += [dist.P2POp(way, _raw(tensors[other]), peer, group)
+                             for way, tensors in ((dist.isend, outgoing), (dist.irecv, incoming))
+                             if tensors[other].numel()]
+        for message in dist.batch_isend_irecv(messages) if messages else ():
             message.wait()
 
     def _report(self, op: str, nbytes: list[int], start: float) -> None:
@@ -190,6 +204,17 @@ class _GatherPositions(torch.autograd.Function):
         return ctx.group.scatter_positions(grad), None
 
 
+class _Swap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], group: TensorGroup) -> Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return group.all_to_all(x, sent, received)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.group.all_to_all(grad, ctx.received, ctx.sent), None, None, None
+
+
 class _CrossEntropy(torch.autograd.Function):
     """Keeps the logits in their own type and the log of the softmax's sum; the softmax is computed again backward."""
 
@@ -238,6 +263,12 @@ def gather_keys(k: Tensor, v: Tensor, group: ContextGroup) -> tuple[Tensor, Tens
     the ranks' gradients and keeps this rank's positions."""
     k, v = _apply(_GatherPositions, torch.cat((k, v), -1), group).split((k.shape[-1], v.shape[-1]), -1)
     return k, v
+
+
+def swap_rows(x: Tensor, sent: list[int], received: list[int], group: TensorGroup) -> Tensor:
+    """All-to-all of rows, see `TensorGroup.all_to_all`; backward sends their gradients the other way."""
+    swapped: Tensor = _apply(_Swap, x, sent, received, group) if group.size > 1 else x
+    return swapped
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, vocab: int, group: TensorGroup) -> Tensor:
