@@ -17,9 +17,10 @@ import numpy as np
 from mixfleet.cost.kernels import optimizer_s
 from mixfleet.cost.memory import boundary_bytes
 from mixfleet.cost.network import Floats, Ports, collective_s
-from mixfleet.plan import Pipeline, Plan, ScheduleName, Stage
+from mixfleet.plan import Chunk, Pipeline, Plan, ScheduleName, Stage
 from mixfleet.program.action import GATHER, PUBLISH, REDUCE, SYNC
 from mixfleet.program.layout import Comm, Layout
+from mixfleet.schedule.named import SCHEDULES
 from mixfleet.search.tables import Table, Tables
 from mixfleet.sim.traffic import Entity, shards
 
@@ -30,16 +31,26 @@ SLACK = 1 - 1e-4
 class Flow:
     """Times of one pipeline's stages, of which the slowest way through gives the bound."""
 
-    def __init__(self, forward_s: Sequence[float], backward_s: Sequence[float], send_s: Sequence[float]) -> None:
-        """`send_s[i]`: from stage i to the next, or back."""
-        self.forward_s, self.backward_s = forward_s, backward_s
-        self.fill_s, self.drain_s = [0.0], [0.0]
-        for f, b, hop in zip(forward_s, backward_s, send_s):
-            self.fill_s.append(self.fill_s[-1] + f + hop)
-            self.drain_s.append(self.drain_s[-1] + b + hop)
-        whole = self.fill_s[-1] + self.drain_s[-1] + forward_s[-1] + backward_s[-1]
-        self.round_s = [whole - a - z for a, z in zip(self.fill_s, self.drain_s)]
-        """From the forward of a micro-batch on stage i to the end of its backward there."""
+    def __init__(self, forward_s: Sequence[float], backward_s: Sequence[float], send_s: Sequence[float],
+                 home: Sequence[int] = (), *, splits: bool = False) -> None:
+        """Seconds per chunk of the chain; `send_s[k]`: from chunk k to the next, or back. `home[k]` is the stage of
+        chunk k: without it every stage has one. If backward `splits`, what a stage does last may be a weight half,
+        after which nothing has to travel back."""
+        home = home or range(len(forward_s))
+        stages = max(home) + 1
+        self.forward_s, self.backward_s = [0.0] * stages, [0.0] * stages
+        self.fill_s: list[float] = []
+        self.drain_s: list[float] = []
+        fill = drain = 0.0
+        for s, f, b, hop in zip(home, forward_s, backward_s, (*send_s, 0.0)):
+            if s == len(self.fill_s):  # its first chunk, where micro-batches come in first and gradients leave last
+                self.fill_s.append(fill)
+                self.drain_s.append(0.0 if splits else drain)
+            self.forward_s[s] += f
+            self.backward_s[s] += b
+            fill, drain = fill + f + hop, drain + b + hop
+        self.round_s = [fill + drain - a - z for a, z in zip(self.fill_s, self.drain_s)]
+        """With one chunk per stage: from the forward of a micro-batch on stage i to the end of its backward there."""
 
     def step_s(self, micro_batches: float, schedule: ScheduleName = "1f1b") -> float:
         """Shortest time for that many micro-batches.
@@ -58,7 +69,7 @@ class Flow:
 
 
 def ideal_s(costs: Sequence[Sequence[float]], counts: Sequence[int], micro_batches: float) -> float:
-    """Bound over all cuts of the model into stages on given devices, in this order; bubble included.
+    """Bound over all cuts of the model into stages on given devices, in this order; bubble of GPipe or 1F1B included.
 
     `costs[i][k]` are seconds of a block of kind k on stage i, forward and backward of one micro-batch; there are
     `counts[k]` such blocks. By duality: for weights y of sum 1, the step takes at least the mean of the stages'
@@ -109,19 +120,27 @@ def replica_table(tables: Tables, pipeline: Pipeline, stage: Stage, micro_batch:
     return tables.table(stage.devices[:pipeline.context * stage.tensor], micro_batch, pipeline.context)
 
 
-def pipeline_flow(tables: Tables, pipeline: Pipeline, micro_batch: int) -> Flow:
-    """Stage times of replica 0 for micro-batches of this size; its parts of a sequence are equal."""
+def pipeline_flow(tables: Tables, pipeline: Pipeline, micro_batch: int, schedule: ScheduleName = "1f1b") -> Flow:
+    """Times of replica 0 for micro-batches of this size; its parts of a sequence are equal."""
     forward, backward = [], []
-    for stage in pipeline.stages:
-        table = replica_table(tables, pipeline, stage, micro_batch)
-        forward.append(float(table.forward_s[stage.blocks]))
-        backward.append(table.backward_of(stage, *stage.blocks))
+    for lo, hi, s in pipeline.chain:
+        table = replica_table(tables, pipeline, pipeline.stages[s], micro_batch)
+        forward.append(float(table.forward_s[lo, hi]))
+        backward.append(table.backward_of(pipeline.stages[s], lo, hi))
     job = tables.job
-    c = pipeline.context
-    hops = [hop_s(tables, a.devices[:c * a.tensor], b.devices[:c * b.tensor],
-                  boundary_bytes(job.model.blocks[b.blocks[0] - 1], micro_batch, job.seq_len, 1, job))
-            for a, b in pairwise(pipeline.stages)]
-    return Flow(forward, backward, hops)
+
+    def hop(a: Chunk, b: Chunk) -> float:
+        here, there = (pipeline.stages[x.stage].devices[:pipeline.context * pipeline.stages[x.stage].tensor]
+                       for x in (a, b))
+        return hop_s(tables, here, there,
+                     boundary_bytes(job.model.blocks[b.lo - 1], micro_batch, job.seq_len, 1, job))
+
+    hops = [hop(a, b) if a.stage != b.stage else 0.0 for a, b in pairwise(pipeline.chain)]
+    return Flow(forward, backward, hops, [c.stage for c in pipeline.chain], splits=_splits(schedule))
+
+
+def _splits(schedule: ScheduleName) -> bool:
+    return schedule not in SCHEDULES or SCHEDULES[schedule].splits
 
 
 def compute_bound_s(tables: Tables, plan: Plan) -> float:
@@ -129,11 +148,11 @@ def compute_bound_s(tables: Tables, plan: Plan) -> float:
     worst = 0.0
     for pipeline in plan.pipelines:
         whole, rest = divmod(pipeline.samples, pipeline.micro_batch)
-        flow = pipeline_flow(tables, pipeline, pipeline.micro_batch)
+        flow = pipeline_flow(tables, pipeline, pipeline.micro_batch, plan.schedule)
         if whole:
             worst = max(worst, flow.step_s(whole, plan.schedule))
         if rest:
-            last = pipeline_flow(tables, pipeline, rest)
+            last = pipeline_flow(tables, pipeline, rest, plan.schedule)
             first = flow if whole else last
             worst = max(worst, max(a + whole * (f + b) + g + c + z for a, f, b, g, c, z in zip(
                 first.fill_s, flow.forward_s, flow.backward_s, last.forward_s, last.backward_s, last.drain_s)))
@@ -148,26 +167,30 @@ def bound_s(tables: Tables, plan: Plan) -> float:
     tails: list[float] = []
     for p, pipeline in enumerate(plan.pipelines):
         sizes = pipeline.micro_batches
-        first, last = (pipeline_flow(tables, pipeline, m) for m in (sizes[0], sizes[-1]))
+        first, last = (pipeline_flow(tables, pipeline, m, plan.schedule) for m in (sizes[0], sizes[-1]))
         for s, stage in enumerate(pipeline.stages):
             units = layout.units_of_stage(p, s)
             prices, k = _Prices(tables, layout, plan, p, s), len(sizes)
             busy = last.forward_s[s] + last.backward_s[s] + (k - 1) * (first.forward_s[s] + first.backward_s[s])
             if plan.accumulation == "layered":  # the last backward of the topmost block is nowhere near the end
                 busy, k = 0.0, 1
+            forward_s = first.forward_s[s]
+            if stage.more or _splits(plan.schedule):  # nor need it be here, nor is the whole forward ahead of it
+                busy = forward_s = 0.0
             # The gradient of the topmost block is ready after its own backward in the last micro-batch.
             lo, hi = stage.blocks
             table = replica_table(tables, pipeline, stage, sizes[-1])
             below = table.backward_of(stage, lo, hi - 1) if hi - lo > 1 else 0.0
             # Each use gathers a unit, but for the few that are still there when the direction turns.
-            turning = sorted(units, key=lambda u: -layout.units[u].elements)[:plan.sharding.prefetch + 2]
+            turning = sorted(units, key=lambda u: -layout.units[u].elements)[
+                :(plan.sharding.prefetch + 2) * len(stage.chunks)]
             gather, reduce = prices.total(GATHER, [u for u in units if u not in turning]), prices.total(REDUCE, units)
             sync, publish = prices.total(SYNC, units), prices.total(PUBLISH, units)
             ports = float(_plus(_plus(2 * k * gather.ports, k * reduce.ports), sync.ports).max())
             if sync.seconds:
                 worst = max(worst, (first.fill_s[s] + max(0.0, busy - below) + sync.seconds) * SLACK)
             if reduce.seconds:
-                worst = max(worst, (first.fill_s[s] + first.forward_s[s] + k * reduce.seconds + sync.seconds) * SLACK)
+                worst = max(worst, (first.fill_s[s] + forward_s + k * reduce.seconds + sync.seconds) * SLACK)
             worst = max(worst, 2 * k * gather.seconds * SLACK, ports * SLACK)
             tails.append(max(sum(prices.step_s(u, starts[p]) for u in units), publish.seconds))
     return worst + max(tails) * SLACK
@@ -253,7 +276,7 @@ class _Prices:
         if u not in self._kinds:
             unit, blocks = self._layout.units[u], self._layout.model.blocks
             hosts = tuple(s for pipe in self._plan.pipelines for s, stage in enumerate(pipe.stages)
-                          if any(stage.blocks[0] <= b < stage.blocks[1] for b in unit.blocks))
+                          if any(map(stage.holds, unit.blocks)))
             self._kinds[u] = (blocks[u].kind if u < len(blocks) else u, hosts)
         return self._kinds[u]
 

@@ -62,7 +62,7 @@ class Candidates:
     # --- bound of a shape ----------------------------------------------------------------------------------------
 
     def ideal_s(self, shape: Shape) -> float:
-        """Bound over all plans of a shape, from computing alone.
+        """Bound over all plans of a shape under GPipe and 1F1B, from computing alone.
 
         However the batch is split, one team's replicas take at least their part of a given split; so the smallest of
         the teams' bounds for that split holds. The split is chosen so that these are about equal.

@@ -14,6 +14,7 @@ from mixfleet.search.result import Alternative, LeftOver, Ranked, SearchResult
 from mixfleet.search.space import Team, shapes, tensor_degrees
 from mixfleet.search.tables import Pieces
 from mixfleet.search.uneven import stranded
+from mixfleet.search.variants import is_deep, laid
 from mixfleet.sim import Prediction, predict
 from mixfleet.units import show_seconds
 
@@ -53,7 +54,8 @@ def _named(search: Search, plan: Plan, rank: int) -> Plan:
 def summary(search: Search, plan: Plan) -> str:
     """A plan in one line. Neighbouring stages on equal devices are written together, `[0:6:11]` for two of them."""
     parts: dict[str, list[Pipeline]] = {}
-    for pipeline in plan.pipelines:
+    deep, flat = is_deep(plan), laid(plan, "1f1b")
+    for pipeline in (flat if isinstance(flat, Plan) else plan).pipelines:
         runs: dict[tuple[int, str], list[int]] = {}
         turn, before = 0, ""
         for s in pipeline.stages:
@@ -70,8 +72,14 @@ def summary(search: Search, plan: Plan) -> str:
         samples, sizes = (" or ".join(str(n) for n in dict.fromkeys(values)) for values in (
             [p.samples for p in pipelines], [p.micro_batch for p in pipelines]))
         teams.append(f"{sum(p.replicas for p in pipelines)} x {stages}, {samples} samples by {sizes}")
-    settings = [_sharding(plan), *(["layered"] if plan.accumulation == "layered" else []),
-                *([f"gathers by nodes of {plan.sharding.hierarchical}"] if plan.sharding.hierarchical else [])]
+    rounds = max(len(stage.chunks) for pipeline in plan.pipelines for stage in pipeline.stages)
+    settings = [_sharding(plan)]
+    if deep and plan.schedule != "1f1b":
+        settings.append(plan.schedule + (f" in {rounds} chunks" if rounds > 1 else ""))
+    if plan.accumulation == "layered":
+        settings.append("layered")
+    if plan.sharding.hierarchical:
+        settings.append(f"gathers by nodes of {plan.sharding.hierarchical}")
     return f"{'; '.join(teams)}; {', '.join(settings)}"
 
 
@@ -130,10 +138,32 @@ def _why(search: Search, plans: Sequence[Ranked], others: Sequence[Judged], uppe
         gap = _difference(best.prediction, other_plan.prediction)
         yield f"the runner-up, {other_plan.summary}, takes {other_plan.relative:.3f} times as much" + (
             f", {gap}" if gap else "")
+    yield from _schedule(search, best)
     yield from _shares(search, best.plan)
     if best.plan.sharding.shares:
         even = best.plan.replace(sharding=best.plan.sharding.replace(shares=()))
         yield from stranded(best.plan, predict(even, search.job, search.cluster, sent=False))
+
+
+def _schedule(search: Search, best: Ranked) -> Iterable[str]:
+    """What the schedule gains over 1F1B on the same stages, or what others would lose."""
+    flat = laid(best.plan, "1f1b")
+    if isinstance(flat, str) or not is_deep(best.plan):
+        return
+    if best.plan.schedule != "1f1b":
+        other = predict(flat, search.job, search.cluster, sent=False)
+        saved = 1 - best.prediction.step_s / other.step_s
+        yield (f"{best.plan.schedule} saves {saved:.1%} of the {show_seconds(other.step_s)} that these stages would "
+               f"take under 1F1B (bubble {best.prediction.bubble:.0%} instead of {other.bubble:.0%})" if other.fits else
+               f"under 1F1B these stages would not fit; under {best.plan.schedule} they do")
+        return
+    times = {plan.schedule: found.step_s for plan, found in search.found.items()
+             if plan.schedule not in ("1f1b", "custom") and laid(plan, "1f1b") == flat.replace(
+                 name="", cluster_fingerprint="")}
+    if times:
+        yield "1F1B is the fastest schedule for these stages: " + ", ".join(
+            f"{name} takes {seconds / best.prediction.step_s:.3f} times as much"
+            for name, seconds in sorted(times.items(), key=lambda item: item[1]))
 
 
 def _shares(search: Search, plan: Plan) -> Iterable[str]:
@@ -147,7 +177,7 @@ def _shares(search: Search, plan: Plan) -> Iterable[str]:
     for pipeline in plan.pipelines:
         for stage in pipeline.stages:
             flops = sum(op.flops.at(1, job.seq_len) + op.backward_flops.at(1, job.seq_len)
-                        for block in job.model.blocks[slice(*stage.blocks)] for op in block.ops)
+                        for block in map(job.model.blocks.__getitem__, stage.held) for op in block.ops)
             for rank in stage.devices:
                 name = search.cluster.devices[rank].name
                 work[name] = work.get(name, 0.0) + flops * pipeline.samples / stage.tensor / pipeline.context

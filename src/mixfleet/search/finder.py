@@ -26,7 +26,7 @@ from mixfleet.search.reschedule import reschedule
 from mixfleet.search.result import Objective, SearchResult
 from mixfleet.search.space import Limits, Shape, classes_of, enumerate_all, shapes, used
 from mixfleet.search.tables import Tables
-from mixfleet.search.variants import under
+from mixfleet.search.variants import is_deep, schedules, under
 from mixfleet.sim import Prediction, predict
 from mixfleet.sim.prediction import few_collections
 from mixfleet.units import show_seconds
@@ -206,6 +206,23 @@ class Search:
         return tuple((p.replicas, p.context, tuple(self.tables.signature(s.ranks(0)) for s in p.stages))
                      for p in plan.pipelines)
 
+    def schedule(self) -> None:
+        """Tries other schedules for the best plans with several stages, those with the least bounds first."""
+        deep = [plan for _, _, plan in self.distinct() if is_deep(plan)]
+        for plan in deep[:IMPROVED]:
+            options = []
+            for i, other in enumerate(schedules(plan)):
+                if other not in self.found and other not in self.misses and not why_not(other, self.job, self.cluster):
+                    self.considered += 1
+                    options.append((self.score(bound_s(self.tables, other), other.ranks), i, other))
+            for bound, _, other in sorted(options):
+                if self.late() or bound >= self.best:
+                    break
+                prediction = self.judge(other)
+                if prediction and not prediction.fits:
+                    for lighter in frugal(other, prediction):
+                        self.judge(lighter)
+
     def improve(self) -> None:
         """Moves blocks, samples, micro-batches, recompute and other settings of the best plans, one at a time."""
         for _, _, plan in self.distinct()[:IMPROVED]:
@@ -289,6 +306,7 @@ def _found(search: Search, top: int, limits: Limits, schedule_search: bool) -> S
                                  lambda members, wide=wide: search.candidates.choose(  # type: ignore[misc]
                                      members, search.classes, wide=wide)), top)
     if not exact:
+        search.schedule()
         search.improve()
     search.recompute()
     if schedule_search:

@@ -8,6 +8,7 @@ from math import gcd
 from mixfleet.job import Job
 from mixfleet.plan import Pipeline, Plan, Stage
 from mixfleet.search.tables import MODES
+from mixfleet.search.variants import laid, schedules
 from mixfleet.sim import Prediction
 
 Change = Callable[[Pipeline], Pipeline | None]
@@ -16,8 +17,18 @@ Change = Callable[[Pipeline], Pipeline | None]
 def neighbours(plan: Plan, job: Job, node_of: Sequence[int] = ()) -> Iterator[Plan]:
     """Plans that differ in one setting. Pipelines with equal stages (parts of one team) change together.
 
-    `node_of` tells the node of each rank: gathers over several nodes may then go in stages.
+    `node_of` tells the node of each rank: gathers over several nodes may then go in stages. Stages of several chunks
+    change as if they had one each, and are cut for their schedule again.
     """
+    flat = laid(plan, "1f1b") if any(s.more for p in plan.pipelines for s in p.stages) else plan
+    for other in _moves(flat, node_of) if isinstance(flat, Plan) else ():
+        again = other if flat is plan else laid(other, plan.schedule, len(plan.pipelines[0].stages[0].chunks))
+        if isinstance(again, Plan):
+            yield again
+    yield from schedules(plan)
+
+
+def _moves(plan: Plan, node_of: Sequence[int]) -> Iterator[Plan]:
     for cuts in dict.fromkeys(_look(p) for p in plan.pipelines):
         first = next(p for p in plan.pipelines if _look(p) == cuts)
         for i in range(len(first.stages) - 1):
@@ -65,8 +76,6 @@ def _settings(plan: Plan) -> Iterator[Plan]:
                 yield plan.replace(sharding=plan.sharding.replace(prefetch=prefetch))
     if plan.sharding.gradients > 1 and any(p.micro_batch < p.samples for p in plan.pipelines):
         yield plan.replace(accumulation="layered" if plan.accumulation == "plain" else "plain")
-    if any(len(p.stages) > 1 for p in plan.pipelines):
-        yield plan.replace(schedule="gpipe" if plan.schedule == "1f1b" else "1f1b")
 
 
 def frugal(plan: Plan, prediction: Prediction) -> Iterator[Plan]:

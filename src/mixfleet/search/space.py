@@ -16,6 +16,7 @@ from mixfleet.cluster import Cluster, Device
 from mixfleet.job import Job
 from mixfleet.plan import Pipeline, Plan, Recompute, ScheduleName, Sharding, Stage, why_not
 from mixfleet.search.tables import MODES, Tables
+from mixfleet.search.variants import PLANNED, is_deep, laid
 from mixfleet.spec import Spec
 
 LONG, SHARED = 16384, 2048
@@ -199,7 +200,8 @@ class Limits(Spec, frozen=True, kw_only=True):
     plans: int = 20_000
     """A space of more plans is not enumerated."""
     recompute: tuple[Recompute, ...] = MODES
-    schedules: tuple[ScheduleName, ...] = ("1f1b", "gpipe")
+    schedules: tuple[ScheduleName, ...] = PLANNED
+    """The first one is that of plans to which it does not matter."""
     tensor: bool = True
     idle: bool = True
     """Also plans that leave devices idle."""
@@ -209,8 +211,8 @@ def enumerate_all(job: Job, cluster: Cluster, limits: Limits | None = None) -> I
     """Every plan of a small case, one for each set of plans that differ only by equal devices.
 
     All ways to put all or some devices into ordered stages of pipelines, tensor groups included; all cuts into block
-    ranges, splits of the batch, micro-batches, recompute modes per stage, schedules, and sharding degrees that divide
-    the number of replicas; prefetch is 1.
+    ranges, splits of the batch, micro-batches, recompute modes per stage, schedules (stages cut evenly into as many
+    chunks as these want), and sharding degrees that divide the number of replicas; prefetch is 1.
     """
     limits = limits or Limits()
     kind_of = Tables(job, cluster).kind_of
@@ -285,12 +287,14 @@ def _filled(pipelines: Sequence[Sequence[Group]], job: Job, cluster: Cluster, li
                                 for m in micro_batch_sizes(share, fine=True)]
             choices.append(options)
         for chosen in product(*choices):
-            deep = any(len(p.stages) > 1 and len(p.micro_batches) > 1 for p in chosen)
-            for schedule in limits.schedules if deep else limits.schedules[:1]:
+            for schedule in limits.schedules if is_deep(Plan(pipelines=chosen)) else limits.schedules[:1]:
+                cut = laid(Plan(pipelines=chosen), schedule)
+                simple = schedule in ("1f1b", "gpipe")
+                if isinstance(cut, str):
+                    continue
                 for w, g, o in triples:
-                    plan = Plan(pipelines=chosen, schedule=schedule,
-                                sharding=Sharding(weights=w, gradients=g, optimizer=o))
-                    if g == 1 or why_not(plan, job, cluster) is None:
+                    plan = cut.replace(sharding=Sharding(weights=w, gradients=g, optimizer=o))
+                    if (g == 1 and simple) or why_not(plan, job, cluster) is None:
                         yield plan
 
 

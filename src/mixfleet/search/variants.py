@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from mixfleet.cluster import Cluster
 from mixfleet.errors import unknown
 from mixfleet.job import Job
@@ -14,28 +16,65 @@ SEARCHED = "searched"
 """The plan with orders of its own (`search.reschedule`)."""
 
 
-def under(plan: Plan, name: ScheduleName, job: Job, cluster: Cluster) -> Plan | str:
-    """The plan under a named schedule, or why that is impossible."""
+PLANNED: tuple[ScheduleName, ...] = ("1f1b", "gpipe", "interleaved", "wave", "zb-h1", "zb-h2", "zb-v")
+"""Schedules that the plan search tries."""
+LISTED = 2000
+"""Steps of a pipeline up to which it tries those that are found by list scheduling, which takes a while."""
+
+
+def laid(plan: Plan, name: ScheduleName, rounds: int = 0) -> Plan | str:
+    """The plan with its stages cut for a named schedule, or why that is impossible; it may be for other reasons still.
+
+    `rounds` is the number of chunks per stage for schedules that take several: as now, or else the least, if 0.
+    """
     schedule = SCHEDULES[name]
     pipelines: list[Pipeline] = []
     for p, pipe in enumerate(_alone(plan)):
-        now = max(len(s.chunks) for s in pipe.stages)
-        rounds = now if schedule.rounds <= now <= schedule.most_rounds else schedule.rounds
-        short = next((s for s, stage in enumerate(pipe.stages) if stage.size < rounds), None)
+        now = rounds or max(len(s.chunks) for s in pipe.stages)
+        count = now if schedule.rounds <= now <= schedule.most_rounds else schedule.rounds
+        short = next((s for s, stage in enumerate(pipe.stages) if stage.size < count), None)
         if short is not None:
-            return (f"wants {rounds} chunks on each stage; stage {short} of pipeline {p} has "
+            return (f"wants {count} chunks on each stage; stage {short} of pipeline {p} has "
                     f"{pipe.stages[short].size} block(s)")
         if schedule.ways == 1:
-            pipelines.append(_cut(pipe, schedule.place(len(pipe.stages), rounds), rounds))
+            pipelines.append(_cut(pipe, schedule.place(len(pipe.stages), count), count))
             continue
-        count = len(pipe.micro_batches)
-        if count < schedule.ways:
-            return f"wants {schedule.ways} micro-batches, one for each direction; pipeline {p} has {count}"
+        total = len(pipe.micro_batches)
+        if total < schedule.ways:
+            return f"wants {schedule.ways} micro-batches, one for each direction; pipeline {p} has {total}"
         down = _cut(pipe, straight(len(pipe.stages)), 1)
-        samples = schedule.counts(count)[0] * pipe.micro_batch
+        samples = schedule.counts(total)[0] * pipe.micro_batch
         pipelines += [down.replace(samples=samples), _turned(down).replace(samples=pipe.samples - samples)]
-    other = plan.replace(pipelines=tuple(pipelines), schedule=name)
-    return why_not(other, job, cluster) or other
+    return plan.replace(pipelines=tuple(pipelines), schedule=name)
+
+
+def under(plan: Plan, name: ScheduleName, job: Job, cluster: Cluster) -> Plan | str:
+    """The plan under a named schedule, or why that is impossible."""
+    other = laid(plan, name)
+    return other if isinstance(other, str) else why_not(other, job, cluster) or other
+
+
+def is_deep(plan: Plan) -> bool:
+    """Whether some pipeline has stages that wait for each other, so that the schedule matters."""
+    return any(len(p.stages) > 1 and len(p.micro_batches) > 1 for p in plan.pipelines)
+
+
+def schedules(plan: Plan) -> Iterator[Plan]:
+    """The plan under every other schedule that suits its pipelines, and with one more or one less chunk per stage."""
+    if not is_deep(plan) or plan.accumulation != "plain":
+        return
+    rounds = len(plan.pipelines[0].stages[0].chunks)
+    ways = [(name, 0) for name in PLANNED if name != plan.schedule]
+    if plan.schedule in SCHEDULES and SCHEDULES[plan.schedule].most_rounds > 2:
+        ways += [(plan.schedule, n) for n in range(rounds - 2, rounds + 3) if n != rounds and n > 1]
+    for name, count in ways:
+        other, schedule = laid(plan, name, count), SCHEDULES[name]
+        if isinstance(other, str) or any(
+                schedule.why_not(tuple(c.stage for c in p.chain), len(p.micro_batches)) for p in other.pipelines):
+            continue
+        steps = max(len(p.chain) * len(p.micro_batches) for p in other.pipelines)
+        if steps <= LISTED or not (schedule.splits or schedule.even_rounds):
+            yield other
 
 
 def _alone(plan: Plan) -> list[Pipeline]:
