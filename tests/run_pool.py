@@ -238,8 +238,8 @@ def reference(case: Case) -> Reference:
                 setattr(holder, leaf, params[p.tied])
             else:
                 params[f"{block.name}/{p.name}"] = getattr(holder, leaf)
-    groups = [{"params": [p for p in params.values() if p.ndim > 1], "weight_decay": rule.weight_decay},
-              {"params": [p for p in params.values() if p.ndim < 2], "weight_decay": 0.0}]
+    groups = [{"params": [p], "lr": rule.lr * scale, "weight_decay": decay} for key, p in params.items()
+              if p.requires_grad for scale, decay in (rule.rates(key, p.ndim),)]
     optimizer: torch.optim.Optimizer = (
         torch.optim.AdamW(groups, lr=rule.lr, betas=rule.betas, eps=rule.eps) if rule.name == "adamw"
         else torch.optim.SGD(groups, lr=rule.lr, momentum=rule.momentum))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from mixfleet.job import Optimizer
+from mixfleet.job import Optimizer, ParamGroup
 from mixfleet.plan import why_not
 from mixfleet.program.layout import Layout
 from mixfleet.program.lower import lower
@@ -124,6 +124,24 @@ CASES = {
                        recompute=("none", "full", "selective", "full", "none")), sharding=(2, 2, 2)), job()),
     "recompute selective, tensor 2":
         Case(plan(pipe((0, 5), (0, 1), samples=6, micro_batch=3, tensor=(2,), recompute="selective")), job()),
+    "frozen below, and norms, pipeline": Case(
+        plan(pipe((0, 2, 5), (0,), (1,), samples=6, micro_batch=2)),
+        job(frozen=("embed/*", "layers.0/*", "*/norm*"), **_CLIP)),
+    "frozen in the middle, zero-3 of four, shares": Case(
+        plan(pipe((0, 5), (0, 1, 2, 3), samples=2, micro_batch=1, replicas=4), sharding=(4, 4, 4), shares=(3, 1, 0, 2)),
+        job(8, frozen=("layers.1/*", "head/norm*"), figures=_TIED)),
+    "frozen and tied, tensor 2, halves of a backward": Case(
+        plan(pipe((0, 2, 5), (0, 1), (2, 3), samples=6, micro_batch=2, tensor=(2, 2)), schedule="zb-h1"),
+        job(frozen=("embed/*", "layers.0/attention*"), figures=_TIED)),
+    "frozen prefix, zero-2 with full recompute": Case(
+        plan(pipe((0, 3, 5), (0, 1), (2, 3), samples=3, micro_batch=1, replicas=2, recompute="full"),
+             sharding=(1, 2, 2)),
+        job(frozen=("embed/*", "layers.[01]/*"))),
+    "groups of parameters": Case(
+        plan(pipe((0, 5), (0, 1), samples=3, micro_batch=2, replicas=2), sharding=(1, 1, 2)),
+        job(optimizer=Optimizer(lr=3e-2, weight_decay=0.1, groups=(
+            ParamGroup(match="head/*", lr_scale=0.3), ParamGroup(match="*/norm1.*", weight_decay=0.4),
+            ParamGroup(match="layers.[12]/mlp*", lr_scale=2.0, weight_decay=0.0))))),
     "sgd with momentum, zero-1": Case(
         plan(pipe((0, 5), (0, 1), samples=3, micro_batch=3, replicas=2), sharding=(1, 1, 2)),
         job(optimizer=Optimizer(name="sgd", lr=0.3, momentum=0.9, weight_decay=0.02))),
@@ -196,8 +214,8 @@ _references: dict[object, Reference] = {}
 
 
 def _reference(case: Case) -> Reference:
-    key = repr((case.job.model.config, case.job.global_batch, case.job.clip_norm, case.job.optimizer, case.masked,
-                case.steps))
+    job = case.job
+    key = repr((job.model.config, job.global_batch, job.clip_norm, job.optimizer, job.frozen, case.masked, case.steps))
     if key not in _references:
         _references[key] = reference(case)
     return _references[key]

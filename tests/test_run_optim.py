@@ -31,7 +31,8 @@ def test_equals_torch(rule: Optimizer) -> None:
     flat = torch.cat([p.detach() for p in params])
     value = [flat[:150_000], flat[150_000:]]
     ends = [sum(SIZES[:i + 1]) for i in range(len(SIZES))]
-    ours = FlatOptimizer(rule, [Run(e - n, e, d) for n, e, d in zip(SIZES, ends, DECAYS)], value)
+    ours = FlatOptimizer(rule, [Run(e - n, e, 1.0, rule.weight_decay * d)
+                                for n, e, d in zip(SIZES, ends, DECAYS)], value)
     theirs = _torch(rule, params)
     for step in range(5):
         gradient = torch.randn(len(flat), dtype=torch.float64)
@@ -46,7 +47,7 @@ def test_equals_torch(rule: Optimizer) -> None:
 
 def test_untouched_between_runs_and_a_copy_in_a_shorter_type() -> None:
     value, copy = torch.ones(10), torch.ones(10, dtype=torch.bfloat16)
-    frozen = FlatOptimizer(Optimizer(lr=0.5, weight_decay=0.0), [Run(2, 5, True)], [value])
+    frozen = FlatOptimizer(Optimizer(lr=0.5, weight_decay=0.0), [Run(2, 5, 1.0, 0.0)], [value])
     frozen.step([value], [torch.full((10,), 4.0, dtype=torch.bfloat16)], 0.25, 0.5, [copy])
     assert value[:2].tolist() == [1, 1]
     assert value[5:].tolist() == [1] * 5
@@ -56,8 +57,8 @@ def test_untouched_between_runs_and_a_copy_in_a_shorter_type() -> None:
 
 
 def test_neighbouring_runs_join() -> None:
-    assert runs([Run(5, 9, True), Run(0, 5, True), Run(9, 9, False), Run(9, 12, False)]) == [
-        Run(0, 9, True), Run(9, 12, False)]
+    assert runs([Run(5, 9, 1, 0.1), Run(0, 5, 1, 0.1), Run(9, 9, 1, 0), Run(9, 12, 1, 0), Run(12, 15, 2, 0)]) == [
+        Run(0, 9, 1, 0.1), Run(9, 12, 1, 0), Run(12, 15, 2, 0)]
 
 
 def test_learning_rates() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,8 +41,29 @@ PRECISIONS: dict[str, Precision] = {
 }
 
 
+class ParamGroup(Spec, frozen=True, kw_only=True):
+    """Parameters that are updated otherwise than the rest: those whose `block.name/param.name` the pattern matches."""
+
+    match: str
+    """A pattern of `fnmatch`: `head/*`, `layers.[0-3]/*`, `*.bias`."""
+    lr_scale: float = 1.0
+    """Times the learning rate of the step."""
+    weight_decay: float | None = None
+    """None: the optimizer's, for tensors of two or more dimensions."""
+
+    def __post_init__(self) -> None:
+        for field in ("lr_scale", "weight_decay"):
+            if (getattr(self, field) or 0) < 0:
+                raise InputError(f"optimizer.groups: {field} of {self.match!r} is {getattr(self, field)}; it cannot be "
+                                 "negative")
+
+
 class Optimizer(Spec, frozen=True, kw_only=True):
-    """AdamW (Loshchilov and Hutter, 2019) or SGD with momentum, as PyTorch defines them."""
+    """AdamW (Loshchilov and Hutter, 2019) or SGD with momentum, as PyTorch defines them.
+
+    Weight decay touches tensors of two or more dimensions only, so norms and biases do not decay, unless a group of
+    `groups` says otherwise; the first one that matches a parameter holds.
+    """
 
     name: Literal["adamw", "sgd"] = "adamw"
     lr: float = 3e-4
@@ -53,6 +76,7 @@ class Optimizer(Spec, frozen=True, kw_only=True):
     decay_steps: int = 0
     """Step at which the decay ends; 0 is the job's `steps`."""
     min_lr: float = 0.0
+    groups: tuple[ParamGroup, ...] = ()
 
     def __post_init__(self) -> None:
         if self.lr <= 0:
@@ -60,6 +84,14 @@ class Optimizer(Spec, frozen=True, kw_only=True):
         for field in ("eps", "weight_decay", "momentum", "warmup_steps", "decay_steps", "min_lr"):
             if getattr(self, field) < 0:
                 raise InputError(f"optimizer.{field} is {getattr(self, field)}; it cannot be negative")
+
+    def rates(self, key: str, dimensions: int) -> tuple[float, float]:
+        """Factor on the learning rate, and weight decay, of parameter `block.name/param.name`."""
+        decay = self.weight_decay if dimensions > 1 else 0.0
+        group = next((g for g in self.groups if fnmatchcase(key, g.match)), None)
+        if group is None:
+            return 1.0, decay
+        return group.lr_scale, decay if group.weight_decay is None else group.weight_decay
 
     @property
     def moments(self) -> int:
@@ -90,6 +122,8 @@ class Job(Spec, frozen=True, kw_only=True, dict=True):
     gradient_precision: Literal["", "fp32", "bf16", "fp16"] = ""
     """Type in which gradients are accumulated and reduced; empty is the default of the precision."""
     optimizer: Optimizer = Optimizer()
+    frozen: tuple[str, ...] = ()
+    """Patterns of parameters that are not trained (`Model.frozen`): `embed/*`, `layers.[0-3]/*`."""
     clip_norm: float = 0.0
     """Largest norm of the whole gradient; 0 does not clip."""
     attention: Literal["auto", "fused", "eager"] = "auto"
@@ -103,6 +137,13 @@ class Job(Spec, frozen=True, kw_only=True, dict=True):
         for field in ("seq_len", "global_batch", "steps"):
             if getattr(self, field) <= 0:
                 raise InputError(f"{field} is {getattr(self, field)}; it must be positive")
+        if self.frozen or not all(p.trainable for b in self.model.blocks for p in b.params):
+            msgspec.structs.force_setattr(self, "model", self.model.frozen(self.frozen))
+        keys = [f"{b.name}/{p.name}" for b in self.model.blocks for p in b.params if not p.tied]
+        for group in self.optimizer.groups if keys else ():
+            if not any(fnmatchcase(key, group.match) for key in keys):
+                raise InputError(f"optimizer.groups: {group.match!r} matches no parameter; they are named as in "
+                                 f"{', '.join(keys[:3])}")
         if self.clip_norm < 0:
             raise InputError(f"clip_norm is {self.clip_norm}; it cannot be negative")
         if self.model.max_seq_len and self.seq_len > self.model.max_seq_len:
@@ -149,18 +190,18 @@ class Job(Spec, frozen=True, kw_only=True, dict=True):
     def save(self, path: str | Path, header: str = "") -> None:
         """To a job file from which `load` makes an equal job."""
         path = Path(path)
-        data = msgspec.to_builtins(self.replace(model=Model(name="", family="", blocks=())))
-        data["model"] = _model_data(self.model)
+        data = msgspec.to_builtins(self)
+        data["model"] = _model_data(self.model, self.frozen)
         if self.data.path:
             data["data"]["path"] = os.path.relpath(self.data.path, path.parent)
         write_yaml(path, {FORMAT_KEY: f"job/{VERSIONS['job']}", **data}, header)
 
 
-def _model_data(model: Model) -> str | dict[str, Any]:
+def _model_data(model: Model, frozen: Sequence[str]) -> str | dict[str, Any]:
     """What `Job.load` reads as an equal model: a well-known name, or all the figures."""
     from mixfleet.catalog.models import MODELS
     from mixfleet.model.families import build
 
-    if model.name in MODELS and build(model.name) == model:
+    if model.name in MODELS and build(model.name).frozen(frozen) == model:
         return model.name
     return {"name": model.name, "family": model.family, "figures": model.config}

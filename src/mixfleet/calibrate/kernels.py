@@ -210,7 +210,7 @@ def _optimizer_s(job: Job, device: Any) -> float:
     from mixfleet.run.optim import FlatOptimizer, Run
 
     value, gradient = (torch.full((_OPTIMIZER_ELEMENTS,), 1e-3, device=device) for _ in range(2))
-    optimizer = FlatOptimizer(job.optimizer, [Run(0, _OPTIMIZER_ELEMENTS, True)], [value])
+    optimizer = FlatOptimizer(job.optimizer, [Run(0, _OPTIMIZER_ELEMENTS, 1.0, job.optimizer.weight_decay)], [value])
     return _alternating([partial(optimizer.step, [value], [gradient], 1.0, job.optimizer.lr)], device)[0]
 
 

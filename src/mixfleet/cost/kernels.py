@@ -238,14 +238,17 @@ def _block_cost(block: Block, micro_batch: int, seq_len: int, tensor: int, devic
     weight_part = weights / backward if backward else 0.0
     if device.kind == "gpu":
         forward, backward = max(forward, host), max(backward, back_host)
-    measured = [m for m in device.block_times if m.block == block.kind and m.seq_len == seq_len
+    measured = [m for m in device.block_times if m.block == block.kind.partition("#")[0] and m.seq_len == seq_len
                 and m.precision == job.precision and m.tensor == tensor and context == 1]
     if measured:
         core_part = core / forward if forward else 0.0
         forward, backward = _measured_s(measured, micro_batch)
         core = core_part * forward
-    return BlockCost(forward, backward, {"none": 0.0, "selective": core, "full": forward}[recompute],
-                     weight_part * backward)
+    if block.idle_backward:
+        return BlockCost(forward, 0.0, 0.0, 0.0)
+    trained = weight_part * backward * block.trained_part
+    backward -= weight_part * backward - trained
+    return BlockCost(forward, backward, {"none": 0.0, "selective": core, "full": forward}[recompute], trained)
 
 
 def _measured_s(times: list[BlockTime], micro_batch: int) -> tuple[float, float]:
@@ -278,7 +281,8 @@ def accumulate_s(block: Block, tensor: int, device: Device, job: Job) -> float:
     """
     if device.block_times:
         return 0.0
-    elements = sum(p.count / (tensor if p.split is not None else 1) for p in block.params if not p.tied)
+    elements = sum(p.count / (tensor if p.split is not None else 1) for p in block.params
+                   if not p.tied and p.trainable)
     nbytes = elements * (job.bytes.compute_bytes + 2 * job.bytes.gradient_bytes)
     return nbytes / device.memory_Bps / efficiency(device, "elementwise") / device.share
 

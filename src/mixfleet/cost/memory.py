@@ -66,11 +66,14 @@ def saved_bytes(block: Block, micro_batch: int, seq_len: int, tensor: int, devic
 
     Here as below, a rank has `seq_len` positions of a sequence that is `context` times longer.
     """
-    fused = fused_attention(device, job)
+    if block.idle_backward:
+        return 0
+    fused, frozen = fused_attention(device, job), block.trained_part == 0
     kept = _KEPT[recompute]
     return round(sum(
         tensor_.size.at(micro_batch, seq_len, tensor, context) * (tensor_.bytes_per_element or job.bytes.compute_bytes)
-        for tensor_ in block.saved if tensor_.until in kept and not (fused and tensor_.unfused_only)))
+        for tensor_ in block.saved if tensor_.until in kept and not (fused and tensor_.unfused_only)
+        and not (frozen and tensor_.for_weights)))
 
 
 def recompute_bytes(block: Block, micro_batch: int, seq_len: int, tensor: int, device: Device, job: Job,

@@ -34,9 +34,10 @@ class Part:
 
 
 def keep(name: str, size: Size, until: Literal["none", "selective", "full"] = "selective",
-         bytes_per_element: int | None = None) -> Part:
-    """A tensor that backward needs."""
-    return Part(saved=(Saved(name=name, size=size, until=until, bytes_per_element=bytes_per_element),))
+         bytes_per_element: int | None = None, *, for_weights: bool = False) -> Part:
+    """A tensor that backward needs, or only the gradient of a weight."""
+    return Part(saved=(Saved(name=name, size=size, until=until, bytes_per_element=bytes_per_element,
+                             for_weights=for_weights),))
 
 
 def elementwise(name: str, rows: Size, cols: Size | float, passes: tuple[float, float]) -> Part:
@@ -105,7 +106,7 @@ def gathered(name: str, width: int, *, is_shard_kept: bool = False) -> Part:
     size = ROWS * width
     if is_shard_kept:
         size = size + -1 * SHARD * width
-    return gather(width) + keep(name, size)
+    return gather(width) + keep(name, size, for_weights=True)
 
 
 def attention(c: TransformerConfig, window: int, input_part: Part) -> Part:
@@ -197,10 +198,11 @@ def activation(name: str, kind: str, gated: bool, rows: Size, width: Size) -> Pa
     """The nonlinearity between the projections of an MLP, and what it and the last projection keep."""
     if gated:
         kept = Part()
-        for what in ("gate", "up", "activated", "inner"):
+        for what in ("gate", "up", "activated"):
             kept += keep(f"{name}.{what}_out", rows * width)
+        kept += keep(f"{name}.inner_out", rows * width, for_weights=True)
         return elementwise(f"{name}.activation", rows, width, (5, 8)) + kept
-    inner = keep(f"{name}.inner_out", rows * width)
+    inner = keep(f"{name}.inner_out", rows * width, for_weights=kind != "relu")
     if kind == "relu":  # its gradient needs only its output
         return elementwise(f"{name}.activation", rows, width, (2, 3)) + inner
     return elementwise(f"{name}.activation", rows, width, (2, 3)) + keep(f"{name}.up_out", rows * width) + inner

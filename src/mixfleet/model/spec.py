@@ -7,10 +7,13 @@ Under context parallelism `s` is the part of a sequence that one rank has, and `
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
+from mixfleet.errors import InputError
 from mixfleet.spec import Spec
 
 
@@ -125,6 +128,8 @@ class Saved(Spec, frozen=True, kw_only=True):
     until: Literal["none", "selective", "full"] = "selective"
     bytes_per_element: int | None = None
     """None: the compute type of the job; 1 for masks, 4 for fp32 statistics, 8 for indices."""
+    for_weights: bool = False
+    """Only the gradients of weights need it: a block whose weights are frozen does not keep it."""
     unfused_only: bool = False
     """Held only where attention is not fused (no flash attention): the s*s scores."""
 
@@ -164,10 +169,24 @@ class Block(Spec, frozen=True, kw_only=True, dict=True):
     context_comm: tuple[TensorComm, ...] = ()
     """Keys and values, and their gradients, among the ranks that hold parts of one sequence."""
 
+    hands_down: bool = True
+    """Whether it makes the gradient of its input; not if all below it is frozen."""
+
     @cached_property
     def count(self) -> int:
         """Parameters that this block owns (tied ones belong to where they point)."""
         return sum(p.count for p in self.params if not p.tied)
+
+    @cached_property
+    def trained_part(self) -> float:
+        """The share of its parameters that are trained, tied ones included; 1 for a block without any."""
+        total = sum(p.count for p in self.params)
+        return sum(p.count for p in self.params if p.trainable) / total if total else 1.0
+
+    @property
+    def idle_backward(self) -> bool:
+        """Whether it has nothing to do backward: it is frozen, and so is all below it."""
+        return not self.hands_down and self.trained_part == 0
 
 
 class Model(Spec, frozen=True, kw_only=True, dict=True):
@@ -190,3 +209,31 @@ class Model(Spec, frozen=True, kw_only=True, dict=True):
     def count(self) -> int:
         """Parameters, tied ones once."""
         return sum(b.count for b in self.blocks)
+
+    def frozen(self, patterns: Sequence[str]) -> Model:
+        """The model with the parameters frozen that some pattern matches: `embed/*`, `layers.[0-3]/*`, `*/norm?.*`.
+
+        Patterns (of `fnmatch`) are for `block.name/param.name`; a tied tensor goes by its owner's name. InputError for
+        one that matches nothing, and if nothing is left to train.
+        """
+        keys = {f"{b.name}/{p.name}" for b in self.blocks for p in b.params if not p.tied}
+        frozen = {key for key in keys if any(fnmatchcase(key, pattern) for pattern in patterns)}
+        for pattern in patterns:
+            if not any(fnmatchcase(key, pattern) for key in keys):
+                raise InputError(f"frozen: {pattern!r} matches no parameter; they are named as in "
+                                 f"{', '.join(sorted(keys)[:3])}")
+        if frozen == keys:
+            raise InputError("frozen: every parameter is, so there is nothing to train")
+        blocks: list[Block] = []
+        trained_below = False
+        for block in self.blocks:
+            params = tuple(p.replace(trainable=(p.tied or f"{block.name}/{p.name}") not in frozen)
+                           for p in block.params)
+            flags = "".join("01"[p.trainable] for p in params)
+            hands_down = trained_below or (not blocks and "0" not in flags)
+            # What follows # tells blocks apart that are of one kind but for what is trained.
+            suffix = "" if hands_down and "0" not in flags else f"#{flags}{'01'[hands_down]}"
+            blocks.append(block.replace(params=params, hands_down=hands_down,
+                                        kind=block.kind.partition("#")[0] + suffix))
+            trained_below |= "1" in flags
+        return self.replace(blocks=tuple(blocks))

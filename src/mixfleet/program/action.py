@@ -46,8 +46,8 @@ class Action(NamedTuple):
     S    optimizer step of the owned piece of unit `lo`
     P    hand the updated weights of unit `lo` from the optimizer owners to those who hold them
 
-    State units are the blocks, in order, then one per tied tensor (see `layout`). `seat` counts the role's seats; one
-    prime per seat behind the first stands in the text, a star for all of them.
+    State units are the blocks, in order, then one per tied tensor, then what is frozen in a block (see
+    `layout`). `seat` counts the role's seats; one prime per seat behind the first stands in the text, a star for all.
     """
 
     op: str

@@ -124,7 +124,7 @@ def _miscounted(role: Role, layout: Layout, units: tuple[int, ...]) -> Iterator[
     if layout.plan.accumulation == "layered":
         expected.update((REDUCE, u, -1) for u in units if layout.needed(REDUCE, u))
     expected.update((op, u, -1) for op in (SYNC, PUBLISH) for u in units if layout.needed(op, u))
-    expected.update((STEP, u, -1) for u in units)
+    expected.update((STEP, u, -1) for u in units if not layout.units[u].frozen)
     expected[(NORM, 0, -1)] = 1
     found: Counter[tuple[str, int, int]] = Counter()
     for a in role.actions:

@@ -47,6 +47,8 @@ class Unit(NamedTuple):
     blocks: tuple[int, ...]
     tensors: tuple[Tensor, ...]
     elements: int
+    frozen: bool = False
+    """Not trained: weights alone, without gradient, reduction or optimizer state."""
 
 
 class Column(NamedTuple):
@@ -130,21 +132,27 @@ class Layout:
 
     @cached_property
     def units(self) -> tuple[Unit, ...]:
-        """One unit per block, then one per tied tensor."""
+        """One unit per block, then one per tied tensor, then one for what is frozen in a block."""
         blocks = self.model.blocks
         shared: dict[str, list[int]] = {}
         for i, block in enumerate(blocks):
             for p in block.params:
                 if p.tied:
                     shared.setdefault(p.tied, []).append(i)
-        units = []
+        units: list[Unit] = []
+        frozen: list[list[tuple[str, Param]]] = []
         for i, block in enumerate(blocks):
             own = [(f"{block.name}/{p.name}", p) for p in block.params if not p.tied]
-            units.append(_unit(i, block.name, (i,), [(k, p) for k, p in own if k not in shared]))
+            mine = [(k, p) for k, p in own if k not in shared]
+            units.append(_unit(i, block.name, (i,), [(k, p) for k, p in mine if p.trainable]))
+            frozen.append([(k, p) for k, p in mine if not p.trainable])
         by_key = {f"{b.name}/{p.name}": (i, p) for i, b in enumerate(blocks) for p in b.params if not p.tied}
         for key, others in shared.items():
             home, param = by_key[key]
             units.append(_unit(len(units), key, tuple(sorted({home, *others})), [(key, param)]))
+        for i, params in enumerate(frozen):
+            if params:
+                units.append(_unit(len(units), f"{blocks[i].name}, frozen", (i,), params))
         return tuple(units)
 
     @cached_property
@@ -179,7 +187,7 @@ class Layout:
             not s.holds(u.blocks[-1]) for p in self.plan.pipelines for s in p.stages if s.holds(u.blocks[0])))
 
     def _reduces(self, u: int) -> bool:
-        return self._degree["gradients"] > 1 and u not in self._late
+        return self._degree["gradients"] > 1 and u not in self._late and not self.units[u].frozen
 
     def group(self, kind: Kind, replica: int) -> range:
         """The replicas that share one copy of this kind of state with `replica`."""
@@ -254,6 +262,8 @@ class Layout:
 
     def _piece(self, kind: Kind, u: int, column: int, replica: int) -> tuple[int, int]:
         """The interval of a column whose state of this kind `replica` holds."""
+        if kind != "weights" and self.units[u].frozen:
+            return 0, 0
         if kind == "gradients" and not self._reduces(u):
             return 0, self.columns(u)[column].size
         first, last, whole = self._index[kind][replica]
@@ -439,7 +449,7 @@ class Layout:
             return w > 1
         if op == REDUCE:
             return self._reduces(u)
-        if not self.units[u].elements:
+        if not self.units[u].elements or self.units[u].frozen:
             return False
         if op == PUBLISH:
             return o > 1 and self._index["weights"] != self._index["optimizer"]
@@ -503,7 +513,7 @@ def _unit(number: int, name: str, blocks: tuple[int, ...], params: list[tuple[st
         rows = p.shape[p.split or 0] if p.shape else 1
         tensors.append(Tensor(key, p, offset, rows, p.count // rows if rows else 0))
         offset += p.count
-    return Unit(number, name, blocks, tuple(tensors), offset)
+    return Unit(number, name, blocks, tuple(tensors), offset, bool(params) and not params[0][1].trainable)
 
 
 def _peer(ranks: tuple[int, ...], index: int) -> int:

@@ -232,6 +232,8 @@ def _optimizer(layout: Layout, units: Sequence[tuple[int, ...]]) -> Actions:
     """The norm of the whole gradient, then step and publish, first blocks first: they are needed first."""
     out = [Action(NORM, seat=JOINT if len(units) > 1 else 0)]
     for u in sorted({u for mine in units for u in mine}):
+        if layout.units[u].frozen:
+            continue
         out += [Action(STEP, u, u + 1, seat=seat) for seat, mine in enumerate(units) if u in mine]
         if layout.needed(PUBLISH, u):
             out.append(Action(PUBLISH, u, u + 1, seat=_owner(u, units)))

@@ -272,10 +272,16 @@ class Interpreter:
         for b in range(action.lo, action.hi):
             for unit in self._units_of[b]:
                 unit.compute.wait()
+            block = self.layout.model.blocks[b]
             with self.recorder.span("compute", f"F{b}.{action.mb}", "forward"):
-                leaf = x if b == 0 else x.detach().requires_grad_()
+                leaf = x if b == 0 else x.detach().requires_grad_(block.hands_down)
                 held: list[int] = []
-                if self._modes[b] == "full":
+                if block.idle_backward:
+                    with torch.no_grad():
+                        out = self._run(b, leaf, action.mb)
+                    leaf = leaf.to("meta")
+                    self._saved[b, action.mb] = leaf, None, held
+                elif self._modes[b] == "full":
                     with torch.no_grad():
                         out = self._run(b, leaf, action.mb)
                     self._saved[b, action.mb] = leaf, None, held
@@ -332,13 +338,15 @@ class Interpreter:
             grad = (torch.tensor(self.loss_scale / self.job.tokens_per_step, dtype=torch.float64, device=self.device)
                     if b == len(blocks) - 1 else self._take("g", b + 1, mb))
             leaf, out, held = self._saved.pop((b, mb))
-            if out is None:
+            if blocks[b].idle_backward:
+                self._later[b, mb] = [], []
+            elif out is None:
                 with self.recorder.span("compute", f"C{b}.{mb}", "recompute"), \
                         self.recorder.saving(held, self._weight_storages):
                     out = self._run(b, leaf, mb)
                 self._mark(f"C{b}.{mb}")
             with self.recorder.span("compute", f"B{b}.{mb}", "backward"):
-                if out.requires_grad:
+                if out is not None and out.requires_grad:
                     torch.autograd.backward(out, grad.to(out.dtype))
             if action.op == I:
                 self._later[b, mb][1].extend(held)
@@ -348,7 +356,8 @@ class Interpreter:
             for unit in self._units_of[b]:
                 self._watch(unit.grad.data, b, mb, backward=True)
             if b > 0:
-                self._values["g", b, mb] = leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
+                nothing = torch.zeros((), dtype=leaf.dtype, device=self.device).expand(leaf.shape)
+                self._values["g", b, mb] = leaf.grad if leaf.grad is not None else nothing
                 leaf.grad = None
             self._mark(f"B{b}.{mb}")
 

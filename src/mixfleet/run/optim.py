@@ -1,7 +1,7 @@
 """Optimizers on flat state. A rank updates exactly the elements whose optimizer state it owns.
 
-The rules are PyTorch's (`torch.optim.AdamW`, `torch.optim.SGD`). Weight decay touches tensors of two or more
-dimensions only, so norms and biases do not decay, as in nanoGPT.
+The rules are PyTorch's (`torch.optim.AdamW`, `torch.optim.SGD`); a run of elements has a factor on the learning
+rate and a weight decay of its own.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ class Run(NamedTuple):
 
     lo: int
     hi: int
-    decays: bool
+    lr_scale: float
+    decay: float
 
 
 def runs(parts: Sequence[Run]) -> list[Run]:
     """Neighbours of the same kind joined."""
     joined: list[Run] = []
     for part in sorted(parts):
-        if joined and joined[-1].hi == part.lo and joined[-1].decays == part.decays:
+        if joined and joined[-1].hi == part.lo and joined[-1][2:] == part[2:]:
             joined[-1] = joined[-1]._replace(hi=part.hi)
         elif part.lo < part.hi:
             joined.append(part)
@@ -87,8 +88,8 @@ class FlatOptimizer:
                 lo, hi = max(part.lo, at), min(part.hi, at + v.numel())
                 for a in range(lo, hi, chunk):
                     b = min(hi, a + chunk)
-                    self._update(v[a - at:b - at], gradient[i][a - at:b - at], a, b, scale, lr,
-                                 self.rule.weight_decay if part.decays else 0.0)
+                    self._update(v[a - at:b - at], gradient[i][a - at:b - at], a, b, scale, lr * part.lr_scale,
+                                 part.decay)
             if copy:
                 copy[i].copy_(v)
             at += v.numel()

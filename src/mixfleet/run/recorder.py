@@ -97,7 +97,7 @@ class Recorder:
 
     def hold(self, t: torch.Tensor, held: list[int]) -> None:
         """Count the storage behind `t` as held by `held`, once for all holders."""
-        if not self.on or self.device.type == "cuda":
+        if not self.on or self.device.type == "cuda" or t.is_meta:
             return
         key = t.untyped_storage()._cdata
         if key not in held:

@@ -55,16 +55,21 @@ class Unit:
         parts = [Part(c, a, a + n, at) for c in held for a, at, n in layout.segments(index, c, rank)]
         count = layout.compute_elements(index, rank)
         self.compute = Flat(parts, torch.zeros(count, dtype=numbers.compute, device=device))
-        self.grad = Flat(parts, torch.zeros(count, dtype=numbers.gradient, device=device))
+        frozen = layout.units[index].frozen
+        self.grad = Flat([] if frozen else parts, torch.zeros(0 if frozen else count, dtype=numbers.gradient,
+                                                              device=device))
         self.weights = Flat.packed(pieces("weights"), numbers.compute, device) if self.sharded else self.compute
         self.acc = Flat.packed(pieces("gradients"), numbers.gradient, device) if self.reduced else self.grad
-        self._owned = owned = pieces("optimizer")
+        owned = pieces("optimizer")
         self.own = self.acc.narrowed(owned) or Flat.packed(owned, numbers.gradient, device)
         self.updated = self.weights.narrowed(owned) or Flat.packed(owned, numbers.compute, device)
         self.value = Flat.packed(owned, numbers.master, device) if numbers.master else self.updated
-        first = place.replica in layout.group("optimizer", 0)
-        self.counted = [piece for piece in owned if first and columns[piece[0]].holders[place.replica][0] == rank]
-        """Owned intervals that this rank alone adds to the norm and writes to checkpoints."""
+        self._stored = pieces("weights") if frozen else owned
+        """Intervals whose weights, and moments if they are trained, are read from checkpoints."""
+        first = place.replica in layout.group("weights" if frozen else "optimizer", 0)
+        self.counted = [piece for piece in self._stored
+                        if first and columns[piece[0]].holders[place.replica][0] == rank]
+        """Those that this rank alone adds to the norm and writes to checkpoints."""
         self.kept = pieces("weights") if self.sharded else []
         """Intervals of sharded weights that stay here between steps."""
         self.unpublished = [] if self.updated.data is self.weights.data else [
@@ -76,15 +81,15 @@ class Unit:
         at = 0
         for c, lo, hi in owned:
             for key, a, b, offset in layout.slices(index, c, lo, hi):
-                if params[key].trainable:
-                    runs.append(Run(at + offset, at + offset + b - a, len(params[key].shape) > 1))
+                runs.append(Run(at + offset, at + offset + b - a, *job.optimizer.rates(key, len(params[key].shape))))
             at += hi - lo
         buffers = [self.value, self.own, *([self.updated] if numbers.master else [])]
         self._value, self._gradient, *rest = cut_alike(
             *([v for c, lo, hi in owned if lo < hi for v in flat.views(c, lo, hi)] for flat in buffers))
         self._copy = rest[0] if rest else []
         self.optimizer = FlatOptimizer(job.optimizer, runs, self._value)
-        self.norm_views = [v for c, lo, hi in self.counted if lo < hi for v in self.own.views(c, lo, hi)]
+        self.norm_views = [v for c, lo, hi in self.counted if lo < hi and not frozen
+                           for v in self.own.views(c, lo, hi)]
         self.taken = True
         """Whether the gradient buffer's contents have been used, so that the next backward starts from zero."""
 
@@ -112,11 +117,12 @@ class Unit:
         self.optimizer.step(self._value, self._gradient, scale, lr, self._copy)
 
     def _slices(self) -> Iterator[tuple[str, int, int, list[Tensor], int, bool]]:
-        """The owned piece by tensors: key, from, to, the values, where the moments lie, whether it is counted here."""
+        """What is stored, by tensors: key, from, to, the values, where the moments lie, whether it is counted here."""
         at = 0
-        for c, lo, hi in self._owned:
+        held = self.weights if self._layout.units[self.index].frozen else self.value
+        for c, lo, hi in self._stored:
             for key, a, b, offset in self._layout.slices(self.index, c, lo, hi):
-                values = self.value.views(c, lo + offset, lo + offset + b - a)
+                values = held.views(c, lo + offset, lo + offset + b - a)
                 yield key, a, b, values, at + offset, (c, lo, hi) in self.counted
             at += hi - lo
 
@@ -160,20 +166,20 @@ def bind(unit: Unit, modules: dict[int, nn.Module], layout: Layout, rank: int) -
                 if (spec.tied or f"{layout.model.blocks[b].name}/{spec.name}") == tensor.key:
                     split = spec.split or 0
                     shape = (hi - lo, *(n for d, n in enumerate(spec.shape) if d != split)) if spec.shape else ()
-                    weight, grad = (flat.data[at:at + count].view(shape) for flat in (unit.compute, unit.grad))
-                    if split:
-                        weight, grad = weight.movedim(0, split), grad.movedim(0, split)
-                    _put(modules[b], spec.name, weight, grad, trainable=spec.trainable)
+                    flats = (unit.compute, unit.grad) if spec.trainable else (unit.compute,)
+                    views = [flat.data[at:at + count].view(shape).movedim(0, split) for flat in flats]
+                    _put(modules[b], spec.name, *views)
         at += count
 
 
-def _put(module: nn.Module, name: str, weight: Tensor, grad: Tensor, *, trainable: bool) -> None:
+def _put(module: nn.Module, name: str, weight: Tensor, grad: Tensor | None = None) -> None:
+    """A parameter; without a gradient buffer it is frozen."""
     path, _, leaf = name.rpartition(".")
     # `.data` has a version counter of its own: gathering into the buffer must not upset what autograd saved.
-    param = nn.Parameter(weight.data, requires_grad=trainable)
-    if trainable and grad.dtype == weight.dtype:
+    param = nn.Parameter(weight.data, requires_grad=grad is not None)
+    if grad is not None and grad.dtype == weight.dtype:
         param.grad = grad
-    elif trainable:
+    elif grad is not None:
         param.register_post_accumulate_grad_hook(_adds_to(grad))  # type: ignore[no-untyped-call]
     setattr(module.get_submodule(path), leaf, param)
 

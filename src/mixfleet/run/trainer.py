@@ -42,8 +42,10 @@ class Trainer:
             raise InputError(f"there are {len(inputs)} inputs and {len(targets)} targets; they must be as many")
         self.blocks = list(blocks)
         model, shapes = capture(self.blocks, inputs[:1], DTYPES[precision], name)
+        frozen = tuple(f"blocks.{i}/{leaf}" for i, block in enumerate(self.blocks)
+                       for leaf, p in block.named_parameters() if not p.requires_grad)
         self.job = Job(name=name, model=model, seq_len=1, global_batch=global_batch, precision=precision, steps=steps,
-                       optimizer=optimizer or Optimizer(), clip_norm=clip_norm, seed=seed)
+                       frozen=frozen, optimizer=optimizer or Optimizer(), clip_norm=clip_norm, seed=seed)
         self.source = ModulesSource(self.job, self.blocks, loss, inputs, targets, shapes)
 
     def measure(self, cluster: Cluster) -> Cluster:
@@ -98,7 +100,7 @@ def capture(blocks: list[nn.Module], sample: Tensor, dtype: torch.dtype, name: s
         params = []
         for leaf, p in module.named_parameters():
             tied = owners.setdefault(id(p), f"blocks.{i}/{leaf}")
-            params.append(Param(name=leaf, shape=tuple(p.shape), trainable=p.requires_grad,
+            params.append(Param(name=leaf, shape=tuple(p.shape),
                                 tied="" if tied == f"blocks.{i}/{leaf}" else tied))
         shapes.append(tuple(x.shape[1:]))
         saved: dict[int, int] = {}

@@ -170,8 +170,10 @@ class Tables:
         if key not in self._states:
             blocks, job = len(self.job.model.blocks), self.job
             elements = _unit_sums(blocks, tensor, self.units)
+            trained = _unit_sums(blocks, tensor, [u for u in self.units if not u.frozen])
             unit = [state_bytes(job, *one).total for one in ((1, 0, 0), (0, 1, 0), (0, 0, 1))]
-            total = sum((np.ceil(elements / part) * n for n, part in zip(unit, pieces)), np.zeros_like(elements))
+            total = sum((np.ceil(held / part) * n for n, part, held in zip(unit, pieces, (elements, trained, trained))),
+                        np.zeros_like(elements))
             largest = _maxima([sum(_local(u, tensor) for u in self.units if b in u.blocks) for b in range(blocks)])
             if pieces.weights > 1:
                 total += (pieces.prefetch + 1) * largest * job.bytes.weight_bytes

@@ -200,7 +200,7 @@ def alike(layout: Layout) -> list[int]:
     homes = list(zip(*([c.stage for c in pipe.chain for _ in range(c.lo, c.hi)] for pipe in layout.plan.pipelines)))
     seen: dict[object, int] = {}
     return [seen.setdefault((tuple(homes[b] for b in unit.blocks),
-                             tuple((t.param.split, t.rows, t.row) for t in unit.tensors)), u)
+                             tuple((t.param.split, t.rows, t.row) for t in unit.tensors), unit.frozen), u)
             for u, unit in enumerate(layout.units)]
 
 
