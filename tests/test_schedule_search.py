@@ -153,6 +153,24 @@ def test_stages_of_1_2_3_2(m: int, limit: tuple[int, ...], splits: bool, best: f
     assert (found.makespan, found.best_named_makespan) == (best, named)
 
 
+@pytest.mark.parametrize(("m", "limit", "splits", "best", "named"), [
+    (4, (4, 4, 4, 4), False, 46.5, 53.5),
+    (4, (4, 3, 2, 1), False, 53.5, 53.5),   # nothing better with the memory of 1F1B
+    (8, (5, 4, 3, 2), False, 84.5, 89.5),
+    (8, (5, 4, 3, 2), True, 75.75, 80.5),
+])
+def test_stages_of_1_2_3_2_behind_links(m: int, limit: tuple[int, ...], splits: bool, best: float,
+                                        named: float) -> None:
+    """The same with links of 1/2, 1/4 and 1: one more micro-batch in flight per device than 1F1B has hides them."""
+    f = (1.0, 2.0, 3.0, 2.0)
+    work = Work((0, 1, 2, 3), m, f, f if splits else tuple(2 * x for x in f), f if splits else (), (0.5, 0.25, 1.0))
+    found = search(work, limit)
+    assert found.proven
+    assert (found.makespan, found.best_named_makespan) == (best, named)
+    assert makespan(work, found.orders) == best
+    assert all(in_flight(order) <= most for order, most in zip(found.orders, limit))
+
+
 times = st.floats(0.5, 9)
 
 

@@ -13,6 +13,7 @@ from mixfleet.plan import Pipeline, Plan, Stage, why_not
 from mixfleet.search import Limits, SearchResult, enumerate_all, find
 from mixfleet.search.bounds import bound_s, compute_bound_s, upper_samples_per_s
 from mixfleet.search.candidates import Candidates
+from mixfleet.search.finder import Search
 from mixfleet.search.improve import neighbours
 from mixfleet.search.space import classes_of, shapes
 from mixfleet.search.tables import Tables
@@ -154,6 +155,25 @@ def test_uneven_processors_get_uneven_shares():
     assert shares == {0: 12, 1: 6, 2: 6}
     even = next(a for a in result.alternatives if a.name.startswith("even DDP"))
     assert 1.25 < even.relative < 1.5  # 4/3 by computing alone; the even plan is replicated, and sends more
+
+
+def test_the_fast_one_computes_more_and_holds_less():
+    """S03: a fast device with little memory beside a slow one with much, behind a link too slow to gather often."""
+    fast, slow = device("fast", 100, 2.6), device("slow", 40, 6.0)
+    work, where = job(layers=16, batch=23, hidden=1024, seq_len=1024), cluster([fast, slow], fast_link=5e9)
+    search = Search(work, where, "time", 100, None)
+    (shape,) = [s for s in shapes(search.tables, search.classes,
+                                  lambda members: search.candidates.choose(members, search.classes)) if len(s) == 2]
+    plans = search.candidates.plans(shape)
+    times = {plan: p.step_s for plan in plans if (p := predict(plan, work, where, sent=False)).fits}
+    best = min(times, key=times.get)
+    (a, b), (x, y) = [p.samples for p in best.pipelines], best.sharding.shares
+    assert best.accumulation == "layered"
+    assert a > 2 * b
+    assert 5 * x < y
+    assert times[best] < 0.9 * min(s for plan, s in times.items() if plan.accumulation == "plain")
+    tied = best.replace(sharding=best.sharding.replace(shares=(a, b)))  # state in proportion to samples
+    assert not predict(tied, work, where, sent=False).fits
 
 
 def test_nothing_fits_names_the_device_the_lack_and_a_change():

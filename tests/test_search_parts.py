@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import toy
 from mixfleet.search.allocate import allocate, allocate_in_step, micro_batches
 from mixfleet.search.improve import neighbours
+from mixfleet.search.joint import Option, share
 from mixfleet.search.partition import partition
 from mixfleet.search.space import _partitions
 from mixfleet.sim import predict
@@ -154,3 +155,39 @@ def test_large_batches_on_many_devices_are_shared_within_a_second():
     in_step = allocate_in_step(curves, [1] * 64, 4096, 8)
     assert process_time() - start < 2  # each within one
     assert sum(s + extra for s, extra in free) == sum(map(sum, in_step)) == 4096
+
+
+option = st.builds(Option, st.integers(1, 4), st.sampled_from((1.0, 2.0, 3.5, 5.0, 7.0)), st.integers(-2, 9))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.lists(option, min_size=1, max_size=5), st.integers(1, 2)), min_size=1, max_size=3),
+       st.integers(1, 8), st.sampled_from((0, 5, 12, 20)))
+def test_samples_and_state_apart_are_optimal(kinds, total, state):
+    """Against every way to choose one option per replica."""
+    options, copies = zip(*kinds)
+    rows = [row for row, n in kinds for _ in range(n)]
+    possible = [chosen for chosen in product(*rows) if sum(o.samples for o in chosen) == total
+                and min(o.room for o in chosen) >= 0 and sum(o.room for o in chosen) >= state]
+    found = share(options, copies, total, state)
+    assert (found is None) == (not possible)
+    if found:
+        chosen = [o for row in found.chosen for o in row]
+        assert tuple(map(len, found.chosen)) == copies
+        assert sum(o.samples for o in chosen) == total
+        assert max(o.seconds for o in chosen) == min(max(o.seconds for o in c) for c in possible)
+        held = [part for row in found.parts for part in row]
+        assert sum(held) in (0, pytest.approx(1))
+        assert all(part * state <= o.room + 1e-9 for part, o in zip(held, chosen))
+
+
+def test_the_state_decides_the_split_where_room_is_scarce():
+    """By hand: b samples take 2b s and leave 10 - 2b on two fast replicas, 5b s and 24 - b on a slow one. Of 9 samples
+    they do 4, 4 and 1, which leaves 2 + 2 + 23 = 27; for a state of 28 one goes over: 4, 3 and 2, in 10 s."""
+    fast = [Option(b, 2.0 * b, 10 - 2 * b) for b in range(1, 5)]
+    slow = [Option(b, 5.0 * b, 24 - b) for b in range(1, 6)]
+    easy, scarce = (share([fast, slow], [2, 1], 9, state) for state in (27, 28))
+    assert [[o.samples for o in row] for row in easy.chosen] == [[4, 4], [1]]
+    assert [[o.samples for o in row] for row in scarce.chosen] == [[4, 3], [2]]
+    assert scarce.parts == ((2 / 28, 4 / 28), (22 / 28,))
+    assert share([fast, slow], [2, 1], 9, 33) is None

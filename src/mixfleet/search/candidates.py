@@ -12,10 +12,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mixfleet.cost.memory import boundary_bytes
+from mixfleet.cost.memory import allocator_factor, boundary_bytes
 from mixfleet.plan import Pipeline, Plan, Recompute, Sharding, Stage
 from mixfleet.search.allocate import allocate, allocate_in_step
 from mixfleet.search.bounds import Flow, hop_s, ideal_s
+from mixfleet.search.joint import Option
+from mixfleet.search.joint import share as share_apart
 from mixfleet.search.partition import Matrix, partition
 from mixfleet.search.result import Rejected
 from mixfleet.search.space import (
@@ -28,11 +30,13 @@ from mixfleet.search.space import (
     teams,
 )
 from mixfleet.search.tables import MODES, Pieces, Tables
-from mixfleet.search.uneven import parts, shares
+from mixfleet.search.uneven import FINENESS, parts, shares
 
 BEAM, KEPT = 48, 12
 """Teams of a set of classes whose stages are worked out, and those kept for each way of sharding (by the number of
 classes, since sets are combined)."""
+SPARE = 0.97
+"""Of the room for state that samples leave: what is put there, as estimates of memory are a little coarse."""
 UNEVEN = 8
 """A replica may hold this much less than an equal piece of the state."""
 
@@ -57,6 +61,7 @@ class Candidates:
         self.rejected = Rejected()
         self._fits: dict[tuple[object, ...], Fit | None] = {}
         self._stages: dict[tuple[object, ...], tuple[Matrix, Matrix]] = {}
+        self._apart_options: dict[tuple[object, ...], list[Option]] = {}
         self._lines: dict[tuple[object, ...], list[tuple[float, ...]]] = {}
 
     # --- bound of a shape ----------------------------------------------------------------------------------------
@@ -206,6 +211,72 @@ class Candidates:
         return list(found)
 
     def _sharded(self, shape: Shape, sharding: Sharding) -> list[Plan]:
+        apart = self._apart(shape, sharding)
+        return apart + self._alike(shape, sharding, alone=not apart)
+
+    def _apart(self, shape: Shape, sharding: Sharding) -> list[Plan]:
+        """Unlike replicas that share gradients or weights with all others, in layered accumulation: samples and state
+        are shared apart (`joint`). At most one plan."""
+        n = sum(team.replicas for team in shape)
+        degrees = (sharding.weights, sharding.gradients, sharding.optimizer)
+        if len(shape) < 2 or sharding.gradients < n or not {*degrees} <= {1, n} or any(
+                team.stages > 1 or team.context > 1 for team in shape):
+            return []
+        batch = self.tables.job.global_batch
+        found = share_apart([self._options(team, sharding, batch - n + 1) for team in shape],
+                            [t.replicas for t in shape], batch, 1 / SPARE)
+        if found is None:
+            return []
+        pipelines = []
+        for team, row in zip(shape, found.chosen):
+            at = 0
+            for option, equal in groupby(row, key=lambda o: (o.samples, o.micro_batch, o.recompute)):
+                members = team.ranks[at:at + len(list(equal))]
+                at += len(members)
+                stage = Stage(blocks=(0, len(self.tables.job.model.blocks)), tensor=len(members[0][0]),
+                              devices=tuple(r for m in members for r in m[0]), recompute=option[2])
+                pipelines.append(Pipeline(stages=(stage,), samples=option[0], micro_batch=option[1],
+                                          replicas=len(members)))
+        held = tuple(round(FINENESS * part) for row in found.parts for part in row)
+        return [Plan(pipelines=tuple(pipelines), accumulation="layered",
+                     sharding=sharding.replace(shares=held if len(set(held)) > 1 else ()))]
+
+    def _options(self, team: Team, sharding: Sharding, most: int) -> list[Option]:
+        """What one replica can do: samples, micro-batch and recompute, with its time and the part of the whole state
+        that it then has room for. All its micro-batches are in flight at once."""
+        group = team.ranks[0][0]
+        key = (self.tables.signature(group), sharding, most)
+        if key not in self._apart_options:
+            blocks = len(self.tables.job.model.blocks)
+            communicators = 2 + (len(group) > 1)
+            bare, half = (self.tables.state_bytes(len(group), Pieces.portion(sharding, part)) for part in (0.0, 0.5))
+            found = []
+            for m in self._sizes(team, most, fine=False):
+                table = self.tables.table(group, m)
+                tensors = table.need_bytes(half - bare, 0, 0, first=True, last=True, communicators=communicators)
+                empty = table.need_bytes(0 * bare, 0, 0, first=True, last=True, communicators=communicators)
+                whole = 2 * float((tensors - empty)[0, blocks])
+                for mode, name in enumerate(MODES):
+                    one, two = (float(table.need_bytes(bare, mode, k, first=True, last=True,
+                                                       communicators=communicators)[0, blocks]) for k in (1, 2))
+                    each = two - one + allocator_factor(table.devices[0]) * float(table.edge_bytes.max())
+                    seconds = float(table.forward_s[0, blocks] + table.backward_s[mode][0, blocks])
+                    for samples in range(1, most + 1):
+                        full, rest = divmod(samples, m)
+                        if m > samples or (rest and m > 1 and full > 1 and samples % (m // 2)):
+                            continue
+                        waves = full + (rest > 0)
+                        room = (table.capacity_bytes - one - (waves - 1) * each) / whole
+                        last = self.tables.table(group, rest) if rest else table
+                        more = float(last.forward_s[0, blocks] + last.backward_s[mode][0, blocks]) if rest else 0.0
+                        if room < 0:
+                            break
+                        found.append(Option(samples, full * seconds + more, room, m, name))
+            self._apart_options[key] = found
+        return self._apart_options[key]
+
+    def _alike(self, shape: Shape, sharding: Sharding, *, alone: bool) -> list[Plan]:
+        """Plans whose replicas do equally many micro-batches where they exchange at every one."""
         replicas = sum(team.replicas for team in shape)
         batch = self.tables.job.global_batch
         pieces = Pieces.of(sharding, sum(team.copies for team in shape))
@@ -223,7 +294,8 @@ class Candidates:
             sharding = sharding.replace(shares=shares(shape, portions))
             small = next((t for t, p in zip(shape, held) if not self.fit(t, 1, p, batch // t.replicas)), None)
         if small:
-            self._too_small(small, pieces)
+            if alone:
+                self._too_small(small, pieces)
             return []
         for team, pieces in zip(shape, held):
             share = batch // team.replicas
