@@ -178,7 +178,7 @@ def test_search_leaves_short_sequences_whole() -> None:
     from mixfleet.search.space import context_degrees
 
     llama = build("llama-3-8b")
-    assert context_degrees(Job(name="j", model=llama, seq_len=8192, global_batch=64), 64) == (1,)
-    assert context_degrees(Job(name="j", model=llama, seq_len=8192, global_batch=63), 64) == (1, 2, 4, 8)
+    assert context_degrees(Job(name="j", model=llama, seq_len=8192, global_batch=9), 64) == (1,)
+    assert context_degrees(Job(name="j", model=llama, seq_len=8192, global_batch=8), 64) == (1, 2, 4, 8)
     assert context_degrees(Job(name="j", model=llama.replace(max_seq_len=16384), seq_len=16384, global_batch=64), 4
                            ) == (1, 2, 4)

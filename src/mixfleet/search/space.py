@@ -19,8 +19,8 @@ from mixfleet.search.tables import MODES, Tables
 from mixfleet.search.variants import PLANNED, is_deep, laid
 from mixfleet.spec import Spec
 
-LONG, SHARED = 16384, 2048
-"""Positions of a sequence from which it is cut into parts, always and where there are fewer sequences than devices."""
+LONG, SHARED, FEW = 16384, 2048, 8
+"""Positions of a sequence from which it is cut into parts, always and where devices are `FEW` times the sequences."""
 MANY_CLASSES = 4
 """Classes up to which every way of putting them together is tried."""
 
@@ -89,8 +89,11 @@ def tensor_degrees(job: Job, most: int) -> tuple[int, ...]:
 
 
 def context_degrees(job: Job, devices: int) -> tuple[int, ...]:
-    """Numbers of parts of a sequence worth trying: powers of two, where sequences are long or fewer than devices."""
-    if job.seq_len < LONG and not (job.seq_len >= SHARED and job.global_batch < devices):
+    """Numbers of parts of a sequence worth trying: powers of two, where sequences are long or much fewer than devices.
+
+    Elsewhere they would only take simulations from what is faster.
+    """
+    if job.seq_len < LONG and not (job.seq_len >= SHARED and job.global_batch * FEW <= devices):
         return (1,)
     return tuple(c for c in (1, 2, 4, 8, 16, 32, 64) if c <= devices and job.seq_len // c >= SHARED // 2)
 
