@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mixfleet.calibrate import validate as validation
-from mixfleet.catalog.instances import NIC_LATENCY_S
+from mixfleet.catalog.instances import nic_latency_s
 from mixfleet.cluster import Cluster, Link, Node, device_named
 from mixfleet.cluster_file import PCIE_LATENCY_S, link_between
 from mixfleet.cost import network
@@ -110,10 +110,10 @@ def cluster_of(gpu: str, nodes: int, per_node: int, wires: str) -> Cluster:
         if not wires.startswith(("NVLink", "pairwise")) else link_between((device,) * per_node, "nvlink")
     gbit = nic_gbit(wires, gpu) or 100.0
     size = max(per_node, 4 if "Slingshot" in wires and gpu.startswith("GH") else 8) if nodes > 1 else per_node
-    name = "EFA" if "EFA" in wires else "nic"
+    name = next((known for known in ("EFA", "Slingshot") if known in wires), "nic")
     return Cluster(name="measured", nodes=tuple(
         Node(name=f"n{i}", devices=(device,) * size, link=link, nics=size,
-             nic=Link(name=name, latency_s=NIC_LATENCY_S, bandwidth_Bps=gbit * GB / 8)) for i in range(nodes)))
+             nic=Link(name=name, latency_s=nic_latency_s(name), bandwidth_Bps=gbit * GB / 8)) for i in range(nodes)))
 
 
 def predicted_s(row: Measured) -> float:
@@ -126,7 +126,7 @@ def predicted_s(row: Measured) -> float:
     return network.collective(row.op, row.nbytes, group, cluster).alone_s  # type: ignore[arg-type]
 
 
-def validate(path: Path) -> validation.Result:
+def validate(path: Path, progress: validation.Progress = lambda line: None) -> validation.Result:
     """Every NCCL call of the file beside its prediction, by source and GPU."""
     measured, skipped = read(path)
     low, high = INTERVAL

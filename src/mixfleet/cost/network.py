@@ -436,10 +436,16 @@ def _tree(op: str, group: tuple[int, ...], cluster: Cluster) -> _Shape:
 
 
 def _across(load: _Load, nodes: list[tuple[int, ...]], part: float) -> float:
-    """The trees between the nodes; returns the latency of the slowest edge, 0 for one node."""
-    if len(nodes) == 1:
-        return 0.0
-    return max(load.hop(here[0], there[0], part, here, there) for here, there in zip(nodes, (*nodes[1:], nodes[0])))
+    """The trees between the nodes; returns the latency of the slowest edge, 0 for one node.
+
+    There are as many trees as ranks in a node, each through a rank of its own.
+    """
+    latency_s = 0.0
+    for here, there in zip(nodes, (*nodes[1:], nodes[0])) if len(nodes) > 1 else ():
+        lanes = max(len(here), len(there))
+        for i in range(lanes):
+            latency_s = max(latency_s, load.hop(here[i % len(here)], there[i % len(there)], part / lanes, here, there))
+    return latency_s
 
 
 def _switch(nodes: list[tuple[int, ...]], cluster: Cluster) -> Transfer:
