@@ -35,7 +35,12 @@ SUSTAINED: dict[str, float] = {"gpu": 0.92, "cpu": 1.0}
 """What whole training steps reach of the rates of kernels measured alone: clocks under load, the casts, biases and
 dropout that eager frameworks run besides the operators we count. Chosen with `benchmarks/accuracy.py --scan`."""
 
-LAUNCH_S: dict[str, float] = {"gpu": 50e-6, "cpu": 20e-6}
+KNEE_W, THROTTLE = 1.0, 0.3
+"""Watts per TFLOP/s of dense peak below which a GPU cannot hold its clocks while it multiplies for minutes, and the
+power of what it lacks by which it slows down: power grows a little faster than with the cube of the clock near the
+boost clock. A100 has 1.3, H100 0.71, its 500 W part 0.51, B200 0.44. Kernels timed alone are too short to show it."""
+
+LAUNCH_S: dict[str, float] = {"gpu": 75e-6, "cpu": 20e-6}
 """Seconds of the host per counted kernel, chosen with `SUSTAINED`; eager frameworks issue several kernels for each."""
 
 GAP_S = 2e-6
@@ -57,8 +62,8 @@ class Protocol(NamedTuple):
 
 
 LINK_EFFICIENCY: tuple[tuple[str, float], ...] = (
-    ("nvlink", 0.77), ("xgmi", 0.75), ("pcie", 0.75), ("efa", 0.77), ("ethernet", 0.85), ("nic", 0.88),
-    ("infiniband", 0.88), ("roce", 0.88),
+    ("nvlink", 0.77), ("xgmi", 0.75), ("pcie", 0.75), ("efa", 0.77), ("slingshot", 0.88), ("ethernet", 0.85),
+    ("nic", 0.88), ("infiniband", 0.88), ("roce", 0.88),
 )
 """Part of the nominal rate that transfers reach, by a word of the link's name; 1 for links named otherwise, whose
 bandwidth counts as measured."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from mixfleet.cluster import Cluster
-from mixfleet.cost.kernels import block_cost
+from mixfleet.cost.clock import held_cost
 from mixfleet.cost.memory import allocator_factor, recompute_bytes, saved_bytes
 from mixfleet.job import Job
 from mixfleet.plan import Plan, Stage
@@ -127,7 +127,7 @@ def _within(plan: Plan, p: int, s: int, most_bytes: int, job: Job, cluster: Clus
     for b in stage.held:
         block = job.model.blocks[b]
         options.append([Choice(
-            max(round(block_cost(block, *shape, d, job, mode, context).recompute_s * NS_PER_S) for d in devices),
+            max(round(held_cost(block, *shape, d, job, mode, context).recompute_s * NS_PER_S) for d in devices),
             in_flight[b] * max(saved_bytes(block, *shape, d, job, mode, context) for d in devices),
             max(recompute_bytes(block, *shape, d, job, mode, context) for d in devices)) for mode in MODES])
     now_ns = sum(choices[MODES.index(mode)].time_ns for choices, mode in zip(options, stage.modes.values()))

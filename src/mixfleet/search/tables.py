@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mixfleet.cluster import Cluster, Device, Link
-from mixfleet.cost.kernels import block_cost
+from mixfleet.cost.clock import held_cost
 from mixfleet.cost.memory import (
     allocator_factor,
     boundary_bytes,
@@ -79,10 +79,10 @@ class Table:
             for comm in block.context_comm if context > 1 else ():
                 nbytes = round(comm.size.at(*shape, context) * job.bytes.compute_bytes)
                 keys[comm.phase] += collective_s(comm.op, nbytes, ranks[::t], cluster)
-            plain = [block_cost(block, *shape, d, job, context=context) for d in devices]
+            plain = [held_cost(block, *shape, d, job, context=context) for d in devices]
             forward = max(c.forward_s for c in plain) + talk["forward"] + keys["forward"]
             backward = max(c.backward_s for c in plain) + talk["backward"] + keys["backward"]
-            again = [max(block_cost(block, *shape, d, job, mode, context).recompute_s for d in devices)
+            again = [max(held_cost(block, *shape, d, job, mode, context).recompute_s for d in devices)
                      + (talk["forward"] if mode == "full" else 0.0) + (keys["forward"] if mode != "none" else 0.0)
                      for mode in MODES]
             costs[block.kind] = (

@@ -10,7 +10,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from mixfleet.cluster import Cluster
-from mixfleet.cost.kernels import accumulate_s, block_cost, optimizer_s
+from mixfleet.cost.clock import held_cost
+from mixfleet.cost.kernels import accumulate_s, optimizer_s
 from mixfleet.cost.network import Ports, collective_s
 from mixfleet.job import Job
 from mixfleet.model.spec import Block, TensorComm
@@ -405,7 +406,7 @@ class Pricing:
         modes = stage.modes
         for i in range(action.lo, action.hi):
             block = job.model.blocks[i]
-            costs = [block_cost(block, micro_batch, tokens, len(ranks), d, job, modes[i], job.seq_len / tokens)
+            costs = [held_cost(block, micro_batch, tokens, len(ranks), d, job, modes[i], job.seq_len / tokens)
                      for (_, tokens), d in kinds.items()]
             forward += max(c.forward_s for c in costs)
             backward += max(c.backward_s for c in costs)

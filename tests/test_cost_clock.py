@@ -1,0 +1,32 @@
+"""The clock that power allows, by hand."""
+
+import pytest
+
+from mixfleet.cluster import device_named
+from mixfleet.cost.clock import held_clock, held_cost
+from mixfleet.cost.kernels import block_cost
+from mixfleet.job import Job
+from mixfleet.model.families import build
+
+
+def test_a_device_with_watts_to_spare_holds_its_clock():
+    assert held_clock(device_named("A100-SXM4-80GB"), "bf16") == 1  # 400 W for 312 TFLOP/s
+    assert held_clock(device_named("V100-SXM2-16GB"), "fp16") == 1
+    assert held_clock(device_named("H100-SXM"), "tf32") == 1  # half the rate at the same power
+
+
+def test_more_units_than_watts_slow_down():
+    h100 = device_named("H100-SXM")
+    assert held_clock(h100, "bf16") == pytest.approx((h100.power_w / 989.5) ** 0.3, rel=1e-3)
+    less = h100.replace(power_w=500.0)
+    assert held_clock(less, "bf16") < held_clock(h100, "bf16") < 1
+    assert held_clock(h100.replace(efficiency={"gemm": 0.7}), "bf16") == 1  # measured as it is
+    assert held_clock(h100.replace(power_w=0.0), "bf16") == 1
+
+
+def test_all_of_a_block_slows_down():
+    model = build({"layers": 1, "hidden": 1024, "heads": 8, "ffn": 4096, "vocab": 1000, "max_seq_len": 512})
+    job = Job(name="x", model=model, seq_len=512, global_batch=1)
+    h100 = device_named("H100-SXM")
+    plain, held = (f(model.blocks[1], 8, 512, 1, h100, job, "full") for f in (block_cost, held_cost))
+    assert held == pytest.approx([seconds / held_clock(h100, "bf16") for seconds in plain])
