@@ -10,6 +10,7 @@ chosen on the others. What a table of this kind leaves open is settled in `mixfl
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import statistics
 from collections import Counter, defaultdict
@@ -31,17 +32,26 @@ def errors(found: Sequence[Score], what: str) -> list[float]:
 
 
 def scan(by_source: dict[str, list[Case]]) -> None:
-    """The mean of the sources' median errors over a grid of the two coefficients that are chosen on whole steps."""
-    print("| part of kernel rates sustained | host seconds per kernel | mean of medians | mean bias |")
-    print("| --: | --: | --: | --: |")
-    for sustained in (0.87, 0.92, 0.96):
-        for launch_s in (30e-6, 50e-6):
-            efficiency.SUSTAINED["gpu"], efficiency.LAUNCH_S["gpu"] = sustained, launch_s
-            found = [errors(list(scores([c._replace(job=c.job.replace()) for c in cases], Counter())), "step_s")
-                     for source, cases in by_source.items() if source in LOOKED_AT]
-            middle = statistics.mean(statistics.median(map(abs, f)) for f in found)
-            bias = statistics.mean(statistics.median(f) for f in found)
-            print(f"| {sustained:.2f} | {launch_s * 1e6:.0f} us | {middle:.1%} | {bias:+.1%} |", flush=True)
+    """Every source's median error over a grid of the coefficients that are chosen on whole steps, and for each source
+    what the choice of all the others gives it."""
+    grid = list(itertools.product((0.88, 0.92, 0.96), (50e-6, 75e-6), (0.0, 0.3)))
+    print("| part of kernel rates sustained | host seconds per kernel | throttling | mean of medians | mean bias |")
+    print("| --: | --: | --: | --: | --: |")
+    middles: dict[str, list[float]] = defaultdict(list)
+    for sustained, launch_s, throttle in grid:
+        efficiency.SUSTAINED["gpu"], efficiency.LAUNCH_S["gpu"], efficiency.THROTTLE = sustained, launch_s, throttle
+        found = {source: errors(list(scores([c._replace(job=c.job.replace()) for c in cases], Counter())), "step_s")
+                 for source, cases in by_source.items()}
+        for source, errs in found.items():
+            middles[source].append(statistics.median(map(abs, errs)))
+        bias = statistics.mean(statistics.median(f) for f in found.values())
+        middle = statistics.mean(m[-1] for m in middles.values())
+        print(f"| {sustained:.2f} | {launch_s * 1e6:.0f} us | {throttle} | {middle:.1%} | {bias:+.1%} |", flush=True)
+    print("\n| source left out | chosen by the others | its median |\n| --- | --- | --: |")
+    for source, own in middles.items():
+        best = min(range(len(grid)), key=lambda i: sum(m[i] for other, m in middles.items() if other != source))
+        sustained, launch_s, throttle = grid[best]
+        print(f"| {source} | {sustained:.2f}, {launch_s * 1e6:.0f} us, {throttle} | {own[best]:.1%} |")
 
 
 def line(name: str, group: str, found: Sequence[Score]) -> tuple[str, float, float]:
@@ -75,7 +85,7 @@ def main() -> None:
     parser.add_argument("table", type=Path)
     parser.add_argument("--runs", type=int, default=40, help="at most so many runs per source, drawn with a seed")
     parser.add_argument("--most", type=int, default=4096, help="leave out runs on more GPUs than this")
-    parser.add_argument("--scan", action="store_true", help="try coefficients on the sources that are looked at")
+    parser.add_argument("--scan", action="store_true", help="try coefficients, leaving one source out at a time")
     parser.add_argument("--choose", help="only choose among the measured configurations of this source")
     options = parser.parse_args()
     by_source: dict[str, list[Case]] = defaultdict(list)

@@ -6,9 +6,11 @@ import json
 import pytest
 
 from mixfleet import cli
-from mixfleet.calibrate import published
+from mixfleet.calibrate import frameworks, published
+from mixfleet.calibrate.frameworks import Framework
 from mixfleet.calibrate.published import Inexpressible, device_of, read, work
 from mixfleet.errors import InputError
+from mixfleet.job import Job
 from mixfleet.model.families import build
 
 ROW = {
@@ -80,16 +82,16 @@ def test_mixed_clusters_have_a_node_per_kind_on_gigabit_ethernet(tmp_path):
 
 
 @pytest.mark.parametrize(("change", "why"), [
-    ({"dtype": "mxfp8"}, "precision mxfp8"), ({"dtype": ""}, "precision is not stated"),
-    ({"cp": "2"}, "context parallelism"), ({"ep": "8"}, "expert parallelism inside data parallelism"),
+    ({"dtype": "mxfp8"}, "no fp8 units for mxfp8"), ({"dtype": "int8"}, "precision int8"),
+    ({"dtype": ""}, "precision is not stated"),
+    ({"ep": "8"}, "expert parallelism inside data parallelism"),
     ({"other_settings": "MoE 128 experts top8"}, "mixture of experts"), ({"layers": ""}, "not a transformer"),
-    ({"other_settings": "LoRA rank 8"}, "frozen weights"), ({"recompute": "selective (op)"}, "recompute selective"),
-    ({"dp": ""}, "dp is not stated"), ({"dp": "4"}, "dp * tp * pp"), ({"global_batch": "7"}, "whole micro-batches"),
+    ({"other_settings": "LoRA rank 8"}, "frozen weights"), ({"dp": ""}, "dp is not stated"),
+    ({"dp": "4"}, "dp * cp * tp * pp"), ({"global_batch": "7"}, "whole micro-batches"),
     ({"vocab": ""}, "vocab is not stated"), ({"heads": "four"}, "heads is not a number"),
     ({"vpp": "8"}, "more stages than layers"), ({"gpu": "Z9000"}, "unknown device"), ({"value": "0"}, "not positive"),
     ({"value": ""}, "value is not stated"), ({"metric": "fps"}, "no conversion"), ({"heads": "3"}, "heads"),
     ({"num_gpus": "12", "dp": "3", "global_batch": "6"}, "gpus_per_node"),
-    ({"model": "BERT SQuAD fine-tune"}, "task head"),
     ({"other_settings": "use for ranking only"}, "the table says"),
 ])
 def test_other_rows_are_counted_with_the_reason(tmp_path, change, why):
@@ -147,44 +149,171 @@ def test_names_of_gpus():
 
 def test_without_sequence_parallelism_activations_are_larger(tmp_path):
     found = case(tmp_path)
-    use = published.predict(found.plan, found.job, found.cluster).devices[0]
-    plain = published._peak_bytes(use, found, published.Framework())
-    whole = published._peak_bytes(use, found, published.Framework(sequence_parallel=False))
+    plan, job = found.plan, found.job
+    use = published.predict(plan, job, found.cluster).devices[0]
+    plain = frameworks.peak_bytes(use, plan, job, Framework())
+    whole = frameworks.peak_bytes(use, plan, job, Framework(sequence_parallel=False))
     assert plain == pytest.approx(use.peak_bytes, abs=4)
     assert whole - plain >= use.breakdown["activations"]  # twice the layer inputs at tensor degree 2
-    allocated = published._peak_bytes(use, found, published.Framework(counted="allocated"))
+    allocated = frameworks.peak_bytes(use, plan, job, Framework(counted="allocated"))
     assert allocated == sum(n for what, n in use.breakdown.items() if what not in ("framework", "allocator"))
-    reserved = published._peak_bytes(use, found, published.Framework(counted="reserved"))
+    reserved = frameworks.peak_bytes(use, plan, job, Framework(counted="reserved"))
     assert reserved == pytest.approx(use.peak_bytes - use.breakdown["framework"], abs=4)
+    pure = frameworks.allocated_bytes(use, plan, job, Framework(pure=True))
+    held = use.breakdown
+    assert allocated - pure == held["master"] + held["moments"] / 2 + held["gradients"] / 2 + held.get(
+        "optimizer temporaries", 0) + held.get("gradient buffers", 0) / 2
+
+
+def test_deepspeed_keeps_16_bit_gradients_beside_those_of_32_bits_in_bf16(tmp_path):
+    extra = []
+    for dtype in ("fp16", "bf16"):
+        found = case(tmp_path, dtype=dtype, zero_stage="1")
+        use = published.predict(found.plan, found.job, found.cluster).devices[0]
+        plain, deepspeed = (frameworks.allocated_bytes(use, found.plan, found.job, Framework(bucket_elements=n))
+                            for n in (0, 5 * 10**8))
+        extra.append((deepspeed - plain) / use.breakdown["weights"])
+    assert extra == [1, 2]  # a bucket for all of so small a model, and the gradients
+
+
+MODEL = build({"layers": 2, "hidden": 256, "heads": 4, "ffn": 1024, "vocab": 1000, "style": "gpt", "max_seq_len": 128})
+JOB = Job(name="x", model=MODEL, seq_len=128, global_batch=8, precision="fp16", attention="eager")
+
+
+def layer(framework, model=MODEL, job=JOB):
+    return frameworks.rewritten(model, job, device_of("A100"), framework).blocks[1].ops
 
 
 def test_without_sequence_parallelism_all_ranks_norm_all_tokens():
-    model = build({"layers": 2, "hidden": 256, "heads": 4, "ffn": 1024, "vocab": 1000, "style": "gpt"})
-    norms = [[op.traffic.at(2, 128, 4) for op in m.blocks[1].ops if op.kind == "norm"]
-             for m in (model, published.replicated(model))]
+    norms = [[op.traffic.at(2, 128, 4) for op in layer(Framework(sequence_parallel=whole)) if op.kind == "norm"]
+             for whole in (True, False)]
     assert norms == [[2 * 2 * 128 / 4 * 256] * 2, [2 * 2 * 128 * 256] * 2]
-    products = [[op.traffic.at(2, 128, 4) for op in m.blocks[1].ops if op.kind == "gemm"]
-                for m in (model, published.replicated(model))]
-    assert products[0] == products[1]
+
+
+def test_joined_products_do_the_same_work_in_fewer_kernels():
+    plain, joined = (layer(Framework(joined=j)) for j in (False, True))
+    assert [op.name for op in joined if op.kind == "gemm"] == ["attention.q", "attention.o", "mlp.up", "mlp.down"]
+    assert sum(op.flops.at(2, 128, 2) for op in joined) == sum(op.flops.at(2, 128, 2) for op in plain)
+    wide = next(op for op in joined if op.name == "attention.q")
+    assert wide.shape["n"].at(2, 128, 2) == 3 * 256 / 2
+
+
+def test_eager_attention_is_two_products_and_passes_over_the_scores():
+    plain = sum(op.flops.at(3, 128, 2) for op in layer(Framework()))
+    eager = layer(Framework(score_passes=(5.0, 7.0), copied=2.0))
+    assert sum(op.flops.at(3, 128, 2) for op in eager) == plain
+    between = next(op for op in eager if op.name == "attention.softmax")
+    scores, rows = 3 * (4 / 2) * 128 * 128, 3 * (4 / 2) * 128 * 64
+    assert between.traffic.at(3, 128, 2) == 5 * scores + 2 * 4 * rows
+    assert between.backward_traffic.at(3, 128, 2) == 7 * scores + 2 * 4 * rows
+    assert layer(Framework(score_passes=(5.0, 7.0)), job=JOB.replace(attention="fused")) == layer(Framework())
+
+
+def test_separate_kernels_move_more():
+    plain, slow = (layer(Framework(activation_passes=p, dropout=d)) for p, d in (((0, 0), 0), ((16, 20), 2.25)))
+    more = {a.name: (b.traffic.at(3, 128, 1) - a.traffic.at(3, 128, 1)) for a, b in zip(plain, slow)}
+    assert {name: n for name, n in more.items() if n} == {
+        "mlp.activation": 16 * 3 * 128 * 1024, "add1": 2.25 * 3 * 128 * 256, "add2": 2.25 * 3 * 128 * 256}
+
+
+def test_a_fused_optimizer_and_gradients_in_products_save_time(tmp_path):
+    found = case(tmp_path)
+    device = found.cluster.devices[0]
+    step = published.predict(found.plan, found.job, found.cluster)
+    times = [frameworks.step_s(step, found.plan, found.job, device, f) for f in (
+        Framework(optimizer="chunked"), Framework(), Framework(adding=0.0))]
+    assert times[0] == step.step_s
+    assert times[0] > times[1] > times[2] > 0
+
+
+def test_a_run_that_states_no_recompute_recomputes_as_little_as_lets_it_fit(tmp_path):
+    small = case(tmp_path, recompute="")
+    assert published.score(small).step_s == published.score(small._replace(recompute="as planned")).step_s
+    figures = {"layers": "48", "hidden": "4096", "heads": "32", "ffn": "16384", "seq_len": "4096", "tp": "8", "dp": "1",
+               "pp": "1", "micro_batch": "4", "id": "anybody-1.step", "gpu": "A100-40GB"}
+    large = case(tmp_path, recompute="", **figures)
+    none, some = published.score(large._replace(recompute="as planned")), published.score(large)
+    full = published.score(case(tmp_path, recompute="full", **figures))
+    assert not none.fits
+    assert full.fits
+    assert some.fits
+    assert none.step_s < some.step_s < full.step_s
+    half = published.score(large._replace(recompute="half"))
+    assert half.step_s == pytest.approx((none.step_s + full.step_s) / 2)
+
+
+def test_narrow_products_take_less_and_the_rest_stays(tmp_path):
+    wide = case(tmp_path, dtype="bf16", gpu="H100-80GB", hidden="4096", heads="32", ffn="16384", seq_len="2048")
+    narrow = case(tmp_path, dtype="fp8", gpu="H100-80GB", hidden="4096", heads="32", ffn="16384", seq_len="2048")
+    assert narrow.job.precision == "bf16"
+    for a, b in zip(wide.job.model.blocks[1].ops, narrow.job.model.blocks[1].ops, strict=True):
+        if a.kind == "gemm":
+            assert 0.4 < b.shape["m"].at(1, 2048, 2) / a.shape["m"].at(1, 2048, 2) < 0.9
+        else:
+            assert a == b
+    assert wide.job.model.blocks[-1] == narrow.job.model.blocks[-1]
+    assert published.work(wide.job.model, 2048, "full", recompute=False) == published.work(
+        narrow.job.model, 2048, "full", recompute=False)
+    assert "no fp8 units" in reason(tmp_path, dtype="fp8")
+
+
+def test_heads_of_encoders(tmp_path):
+    span = case(tmp_path, model="BERT-Base SQuAD fine-tune", seq_len="", tp="1", dp="4")
+    assert span.job.seq_len == 384
+    assert [op.name for op in span.job.model.blocks[-1].ops] == ["norm", "span"]
+    whole = case(tmp_path, tp="1", dp="4").job.model.blocks[-1]
+    masked = case(tmp_path, model="BERT-Large", other_settings="pre-training", tp="1", dp="4").job.model.blocks[-1]
+    for a, b in zip(whole.ops, masked.ops, strict=True):
+        part = 20 / 128 if a.kind in ("gemm", "loss") else 1
+        assert b.flops.at(4, 128) == part * a.flops.at(4, 128)
+        assert b.traffic.at(4, 128) == part * a.traffic.at(4, 128)
+
+
+def test_what_is_open_of_the_model(tmp_path):
+    found = case(tmp_path, heads="", kv_heads="", ffn="", hidden="768")
+    assert (found.job.model.heads, found.job.model.config["ffn"]) == (6, 3072)
+    assert case(tmp_path, heads="", hidden="640", tp="4", dp="1").job.model.heads == 4
+
+
+def test_context_parallel_rows(tmp_path):
+    found = case(tmp_path, cp="2", tp="1", id="anybody-1.step", recompute="none")
+    assert (found.plan.pipelines[0].context, found.plan.pipelines[0].replicas) == (2, 2)
+    assert len(found.plan.pipelines[0].stages[0].devices) == 4
+    assert published.score(found).step_s > 0
+
+
+def test_embedding_and_head_as_layers(tmp_path):
+    stages = case(tmp_path, layers="10", tp="1", pp="4").plan.pipelines[0].stages
+    assert [s.blocks for s in stages] == [(0, 3), (3, 6), (6, 9), (9, 12)]
 
 
 def test_without_overlap_a_step_takes_what_was_hidden_longer(tmp_path):
     found = case(tmp_path)
-    alone = published.score(found._replace(source="anybody")).step_s
+    alone = published.score(found._replace(framework=found.framework._replace(overlaps=True))).step_s
     assert published.score(found).step_s > alone
 
 
 def test_the_command_states_errors_and_reasons(tmp_path, capsys):
-    path = table(tmp_path, {}, {"id": "vtrain-2.step", "cp": "2"}, {"id": "dgxc-1.step", "dtype": "bf16"},
+    path = table(tmp_path, {}, {"id": "vtrain-2.step", "ep": "2"}, {"id": "dgxc-1.step", "dtype": "bf16"},
                  {"id": "bigscience-1.mem", "metric": "peak_mem_gib", "value": "3"})
     rows = tmp_path / "rows.csv"
     assert not cli.main(["validate", str(path), "--json", "--rows", str(rows)])
     found = json.loads(capsys.readouterr().out)
-    assert found["not_expressible"] == {"vtrain: context parallelism": 1}
+    assert found["not_expressible"] == {"vtrain: expert parallelism inside data parallelism": 1}
+    assert found["skipped"] == [{"source": "vtrain", "device": "A100", "rows": 1,
+                                 "reason": "expert parallelism inside data parallelism"}]
     assert {(s["source"], s["device"], s["rows"]) for s in found["summaries"]} == {
-        ("vtrain", "A100", 1), ("dgxc", "A100", 1), ("bigscience, memory", "A100", 1)}
-    assert found["total"]["rows"] == 2
-    assert len(rows.read_text().splitlines()) == 4
+        ("vtrain", "A100", 1), ("dgxc", "A100", 1)}
+    assert [(s["source"], s["device"], s["rows"]) for s in found["memory_summaries"]] == [("bigscience", "A100", 1)]
+    assert (found["total"]["rows"], found["memory_rows"], found["judged_not_to_fit"]) == (2, 1, 0)
+    with rows.open(newline="") as file:
+        written = list(csv.DictReader(file))
+    assert [bool(r["measured_s"]) for r in written] == [True, True, False]
+    assert written[2]["measured_bytes"] == str(3 * 2**30)
+    assert not cli.main(["validate", str(path)])
+    out = capsys.readouterr().out
+    assert "expert parallelism" in out
+    assert "peak memory" in out
 
 
 def test_a_table_without_a_column_is_refused(tmp_path):

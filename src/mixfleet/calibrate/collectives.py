@@ -126,7 +126,7 @@ def predicted_s(row: Measured) -> float:
     return network.collective(row.op, row.nbytes, group, cluster).alone_s  # type: ignore[arg-type]
 
 
-def validate(path: Path, progress: validation.Progress = lambda line: None) -> validation.Result:
+def validate(path: Path) -> validation.Result:
     """Every NCCL call of the file beside its prediction, by source and GPU."""
     measured, skipped = read(path)
     low, high = INTERVAL

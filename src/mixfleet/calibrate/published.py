@@ -15,20 +15,22 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from mixfleet import trace
+from mixfleet.calibrate import frameworks
 from mixfleet.calibrate import validate as validation
+from mixfleet.calibrate.frameworks import Framework
 from mixfleet.catalog.devices import rows as catalog_rows
 from mixfleet.catalog.instances import NIC_LATENCY_S
 from mixfleet.cluster import Cluster, Device, Link, Node, device_named
 from mixfleet.cluster_file import link_between
+from mixfleet.cost import query
+from mixfleet.cost.demand import TYPES
 from mixfleet.errors import InputError
 from mixfleet.job import Job, Optimizer
 from mixfleet.model.families import build
-from mixfleet.model.parts import ROWS, SHARD
-from mixfleet.model.spec import Model, Op, T
+from mixfleet.model.parts import ROWS, linear, norm
+from mixfleet.model.spec import Block, Model, Op, Saved, Size
 from mixfleet.plan import Pipeline, Plan, Sharding, Stage
 from mixfleet.sim import predict
-from mixfleet.sim.prediction import DeviceUse
 from mixfleet.units import GB, GiB
 
 COLUMNS = ("id", "model", "layers", "hidden", "heads", "seq_len", "dtype", "gpu", "num_gpus", "dp", "tp", "pp",
@@ -61,13 +63,24 @@ UTILIZATION_PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 FORWARD_BACKWARD_ONLY = ("neusight",)
 EAGER = ("bigscience", "bsv100", "megatron", "neusight", "sailor", "vtrain")
 """Sources that train without flash attention: before it existed, or in plain eager PyTorch."""
-TF32_MEANT = ("sailor",)
-"""Sources whose `fp32` ran on tensor cores where there are any: their rates are above the fp32 peak of the device."""
+TF32_MEANT = ("sailor", "lambda")
+"""Sources whose `fp32` ran on tensor cores where there are any: sailor's rates are above the fp32 peak of the device,
+lambda's README says so."""
 ASSUMED_DTYPE = {"sailor": "fp32"}
-ASSUMED_ZERO = {"dgxc": 1}
+ASSUMED_ZERO = {"dgxc": 1, "nemo": 1, "mbridge": 1}
 """Where not stated: NeMo trains with Megatron's distributed optimizer."""
-ASSUMED_VOCAB = {"sailor": 50304}
-"""GPT-2's tokenizer (50,257), padded to a multiple of 128 as Megatron does."""
+ASSUMED_VOCAB = {"sailor": 50304, "nemo": 51200}
+"""GPT-2's tokenizer (50,257), padded to a multiple of 128 as Megatron does, and NeMo once more."""
+ASSUMED_HEAD = 128
+"""Width of a head where the number of heads is not stated; of the counts near it one that the tensor degree divides."""
+ASSUMED_SQUAD = 384
+"""Tokens of a sample of SQuAD in NVIDIA's examples, where not stated."""
+MASKED = 20 / 128
+"""Part of the positions that the head of BERT's pretraining sees: 20 of 128, 80 of 512 (Devlin et al., 2019)."""
+NARROW = {"fp8": "fp8", "mxfp8": "fp8", "nvfp4": "fp4"}
+"""Types of the layers' products in runs that keep all else in bf16, and the device's rate for them."""
+NARROWLY_KEPT = ("attention.input", "mlp.input", "mlp.inner_out")
+"""What such runs save in a byte: the inputs of products."""
 
 FORMS = {"A100": "A100-SXM4", "H100": "H100-SXM", "H200": "H200-SXM", "B200": "B200-SXM", "B300": "B300-SXM",
          "V100": "V100-SXM2", "P100": "P100-SXM2", "A800": "A800-SXM4", "RTXA6000": "A6000",
@@ -82,40 +95,12 @@ REDUCED: dict[str, tuple[str, dict[str, Any]]] = {
 """GPUs that differ from a catalog entry, with what differs."""
 
 NIC_GBIT = {"V100": 100, "A100": 1600, "A800": 1600, "H100": 3200, "H200": 3200, "B200": 3200, "GH200": 800,
-            "GB200": 1600}
-"""Of a node, where the row does not state it: the reference design of the generation. Others have 100 Gb/s."""
+            "GB200": 3200, "GB300": 6400}
+"""Of a node, where the row does not state it: the reference design of the generation; for GB200 and GB300 of 8 GPUs.
+Others have 100 Gb/s."""
 MIXED_NIC_GBIT = 1.0
 """Of nodes in mixed clusters of consumer cards: the published gradient exchanges of those with eight GPUs a node
 (21.6, 8.9 and 22.6 s) move 0.78 to 0.84 Gb/s, which is what gigabit Ethernet carries."""
-class Framework(NamedTuple):
-    """How the code of a source differs from the runtime that plans are predicted for."""
-
-    overlaps: bool = True
-    """Whether gradients and weights move while the device computes."""
-    sequence_parallel: bool = True
-    """Whether tensors between the products are sharded over the tensor group (Korthikanti et al., 2022)."""
-    expandable: bool = True
-    """Whether the allocator grows its segments; without, it keeps more than it needs."""
-    bucket_elements: int = 0
-    """Elements of the buffer through which gradients are reduced to the owners of optimizer state."""
-    copies_weights: bool = True
-    """Whether 16-bit weights are kept beside the fp32 ones; FSDP casts its shards as it gathers them."""
-    counted: Literal["allocated", "reserved", "used"] = "used"
-    """What its memory figure is: of torch's counters, or of the driver with context and communicators."""
-
-
-MEGATRON_DEEPSPEED = Framework(overlaps=False, sequence_parallel=False, expandable=False, bucket_elements=5 * 10**8)
-FRAMEWORKS: dict[str, Framework] = {
-    "bigscience": MEGATRON_DEEPSPEED, "bsv100": MEGATRON_DEEPSPEED, "sailor": MEGATRON_DEEPSPEED,
-    "vtrain": MEGATRON_DEEPSPEED, "megatron": Framework(expandable=False),
-    "simumax": Framework(overlaps=False, expandable=False, counted="allocated"),
-    "llmfoundry": Framework(copies_weights=False),
-    "torchtitan": Framework(copies_weights=False, counted="reserved"),
-}
-"""As the sources state: the Megatron-DeepSpeed of 2021 and 2022 had neither overlap nor sequence parallelism, and
-DeepSpeed's default bucket; simumax switched overlap off. Others are taken to be like the runtime."""
-UNEXPANDED = 1.10
-"""Reserved over allocated bytes without expandable segments (31.7 over 28.8 GB, Megatron-LM issue 525)."""
 
 _WORDS = ("use for ranking only", "do not score", "ambiguous", "a changed model", "step definition")
 """Warnings of the table itself."""
@@ -123,6 +108,10 @@ _LACKS = {"LoRA": "frozen weights (LoRA)", "Adapter": "frozen weights (adapters)
           "8-bit": "8-bit optimizer state", "optimizer in backward": "optimizer step inside backward",
           "offload": "offloading"}
 """In settings or model: what a job or plan has no words for."""
+
+
+RACK = 64
+"""GPUs of an NVLink domain of 72 that runs use: the largest power of two."""
 
 
 class Inexpressible(Exception):
@@ -142,6 +131,10 @@ class Case(NamedTuple):
     peak_bytes: float | None
     where: dict[str, int]
     """Row of the file for `step` and `memory`, from 0."""
+    recompute: Literal["as planned", "as needed", "half"] = "as planned"
+    """Where the row states none, as few layers as let the run fit, which it did; `half` is every second layer or
+    product. Both lie between the plan, which recomputes nothing, and the same with all recomputed."""
+    framework: Framework = Framework()
 
 
 Skipped = Counter[tuple[str, str, str]]
@@ -179,18 +172,26 @@ def case_of(run: str, metrics: Mapping[str, tuple[int, dict[str, str]]]) -> Case
     row, source = next(iter(metrics.values()))[1], run.split("-")[0]
     _refuse(row)
     dtype = row["dtype"] or ASSUMED_DTYPE.get(source, "")
+    cluster = cluster_of(row)
+    if dtype == "fp32" and source in TF32_MEANT and all("tf32" in d.flops for d in cluster.devices):
+        dtype = "tf32"
+    model = _headed(build(_figures(row, source)), row)
+    narrow, dtype = (dtype, "bf16") if dtype in NARROW else ("", dtype)
     if dtype not in ("fp16", "bf16", "fp32", "tf32"):
         raise Inexpressible(f"precision {dtype} is not among a job's types" if dtype else "precision is not stated")
-    if dtype == "fp32" and source in TF32_MEANT and all("tf32" in d.flops for d in cluster_of(row).devices):
-        dtype = "tf32"
-    model = build(_figures(row, source))
-    settings = row.get("other_settings", "")
-    job = Job(name=run, model=model, seq_len=_count(row, "seq_len"), global_batch=_count(row, "global_batch"),
+    settings, framework = row.get("other_settings", ""), frameworks.of(source, dtype)
+    if source == "neusight" and row["model"].startswith("GPT"):
+        framework = framework._replace(joined=True, activation_passes=frameworks.NEW_GELU)
+    if source == "finetune" and not row["model"].startswith("Qwen"):
+        framework = framework._replace(pure=True)
+    job = Job(name=run, model=model, seq_len=model.max_seq_len, global_batch=_count(row, "global_batch"),
               precision=dtype, attention="eager" if source in EAGER else "auto",  # type: ignore[arg-type]
               gradient_precision="bf16" if "mp_mode=PURE" in settings else "",
               optimizer=Optimizer(name="sgd" if source in FORWARD_BACKWARD_ONLY else "adamw"))
-    cluster = cluster_of(row)
-    plan = plan_of(row, len(model.blocks), zero=ASSUMED_ZERO.get(source, 0))
+    sharded = source == "finetune" and row["model"].startswith("Qwen")
+    plan = plan_of(row, len(model.blocks), zero=3 if sharded else ASSUMED_ZERO.get(source, 0))
+    if narrow:
+        job = job.replace(model=narrowed(model, plan, cluster, job.seq_len, narrow))
     step = _step_s(metrics, job, source, cluster)
     where = {} if step is None else {"step": step[0]}
     peak = metrics.get("peak_mem_gib")
@@ -199,7 +200,9 @@ def case_of(run: str, metrics: Mapping[str, tuple[int, dict[str, str]]]) -> Case
     if not where:
         raise Inexpressible(f"metric {' and '.join(metrics)} has no conversion")
     return Case(run, source, row["gpu"], plan, job, cluster, step and step[1],
-                _number(peak[1], "value") * GiB if peak else None, where)
+                _number(peak[1], "value") * GiB if peak else None, where,
+                "as needed" if not row.get("recompute") else "half" if "(" in row["recompute"] else "as planned",
+                framework)
 
 
 def _refuse(row: dict[str, str]) -> None:
@@ -211,20 +214,12 @@ def _refuse(row: dict[str, str]) -> None:
     for word, why in _LACKS.items():
         if word in f"{settings} {model}".replace("offload=False", ""):
             raise Inexpressible(why)
-    if _number(row, "cp", 1) > 1:
-        raise Inexpressible("context parallelism")
     if _number(row, "ep", 1) > 1:
         raise Inexpressible("expert parallelism inside data parallelism")
     if re.search(r"\bexperts\b|MoE", f"{settings} {model}"):
         raise Inexpressible("mixture of experts whose experts are not given as figures")
     if not row["hidden"] or not row["layers"]:
         raise Inexpressible("not a transformer, or layers and hidden size not stated")
-    if "SQuAD" in model or ("fine-tuning" in settings and "BERT" in model):
-        raise Inexpressible("an encoder with a task head")
-    if "BERT" in model and "pre-training" in settings:
-        raise Inexpressible("an encoder whose head sees only masked positions")
-    if "selective (" in row.get("recompute", ""):
-        raise Inexpressible(f"recompute {row['recompute']}")
 
 
 def _number(row: dict[str, str], key: str, default: float | None = None) -> float:
@@ -248,12 +243,82 @@ def _count(row: dict[str, str], key: str, default: int | None = None) -> int:
 
 def _figures(row: dict[str, str], source: str) -> dict[str, Any]:
     """Figures of the model: gated and rotary where the name or a narrow MLP says so, else as GPT."""
-    heads, hidden = _count(row, "heads"), _count(row, "hidden")
-    ffn = _count(row, "ffn")
-    llama = re.search(r"llama|mistral|qwen|gemma", row["model"], re.IGNORECASE) or ffn < 4 * hidden
+    hidden = _count(row, "hidden")
+    heads = _count(row, "heads", _heads(hidden, _count(row, "tp", 1)))
+    named = re.search(r"llama|mistral|qwen|gemma", row["model"], re.IGNORECASE)
+    ffn = _count(row, "ffn", None if named else 4 * hidden)
+    squad = ASSUMED_SQUAD if _task(row) == "span" else None
     return {"layers": _count(row, "layers"), "hidden": hidden, "heads": heads, "ffn": ffn,
-            "kv_heads": _count(row, "kv_heads", heads), "max_seq_len": _count(row, "seq_len"),
-            "vocab": _count(row, "vocab", ASSUMED_VOCAB.get(source)), "style": "llama" if llama else "gpt"}
+            "kv_heads": _count(row, "kv_heads", heads), "max_seq_len": _count(row, "seq_len", squad),
+            "vocab": _count(row, "vocab", ASSUMED_VOCAB.get(source)),
+            "style": "llama" if named or ffn < 4 * hidden else "gpt"}
+
+
+def _heads(hidden: int, tensor: int) -> int:
+    counts = [n for n in range(tensor, hidden + 1, tensor) if hidden % n == 0]
+    return min(counts, key=lambda n: abs(n - hidden / ASSUMED_HEAD), default=1)
+
+
+def _task(row: dict[str, str]) -> Literal["", "span", "masked"]:
+    """What the head of an encoder does besides a look at all tokens: find a span, or only see masked positions."""
+    settings, model = row.get("other_settings", ""), row["model"]
+    if "SQuAD" in model or ("BERT" in model and "fine-tuning" in settings):
+        return "span"
+    return "masked" if "BERT" in model and "pre-training" in settings else ""
+
+
+def _headed(model: Model, row: dict[str, str]) -> Model:
+    """The model with the head that an encoder has for its task."""
+    task, head = _task(row), model.blocks[-1]
+    if task == "span":  # a start and an end for every token
+        part = norm("norm", ROWS, model.hidden, "layernorm") + linear("span", ROWS, model.hidden, 2)
+        head = Block(name="head", kind="head.span", params=part.params, ops=part.ops, saved=part.saved, boundary=Size())
+    elif task == "masked":
+        head = head.replace(
+            kind="head.masked", ops=tuple(_part(op, MASKED) if op.kind in ("gemm", "loss") else op for op in head.ops),
+            saved=tuple(s.replace(size=MASKED * s.size) if s.name == "logits" else s for s in head.saved),
+            workspace=MASKED * head.workspace)
+    return model.replace(blocks=(*model.blocks[:-1], head))
+
+
+def _part(op: Op, part: float) -> Op:
+    """An operator on a part of its rows."""
+    rows = "m" if op.kind == "gemm" else "rows"
+    return op.replace(shape={**op.shape, rows: part * op.shape[rows]}, flops=part * op.flops,
+                      backward_flops=part * op.backward_flops, traffic=part * op.traffic,
+                      backward_traffic=part * op.backward_traffic)
+
+
+def narrowed(model: Model, plan: Plan, cluster: Cluster, seq_len: int, dtype: str) -> Model:
+    """A model whose layers multiply in a narrower type than the rest of it, as one in bf16 with as many rows
+    less as that is faster.
+
+    The time of the narrow products contains that of narrowing what they read. Inexpressible where a device lacks the
+    type.
+    """
+    device, pipe = cluster.devices[0], plan.pipelines[0]
+    if NARROW[dtype] not in device.flops:
+        raise Inexpressible(f"{device.name} has no {NARROW[dtype]} units for {dtype}")
+    shape = (pipe.micro_batch, seq_len // pipe.context, pipe.stages[0].tensor)
+
+    def scaled(op: Op) -> Op:
+        if op.kind != "gemm":
+            return op
+        batch, m, n, k = (op.shape[x].at(*shape) for x in ("batch", "m", "n", "k"))
+        narrow, wide = (query.gemm([m, m, k], [n, k, n], [k, n, m], device, batch=batch, dtype=t)
+                        for t in (dtype if dtype in TYPES else NARROW[dtype], "bf16"))
+        part = sum(narrow.time_s - narrow.floor_s) / sum(wide.time_s - wide.floor_s)
+        return op.replace(shape={**op.shape, "m": float(part) * op.shape["m"]})
+
+    def kept(block: Block) -> tuple[Saved, ...]:
+        return tuple(s.replace(bytes_per_element=1) if s.name.endswith(NARROWLY_KEPT) else s for s in block.saved)
+
+    layers: dict[str, Block] = {}
+    for block in model.blocks[1:-1]:
+        if block.kind not in layers:
+            layers[block.kind] = block.replace(ops=tuple(map(scaled, block.ops)), saved=kept(block))
+    return model.replace(blocks=(model.blocks[0], *(layers[b.kind].replace(name=b.name) for b in model.blocks[1:-1]),
+                                 model.blocks[-1]))
 
 
 def device_of(name: str) -> Device:
@@ -290,7 +355,8 @@ def _half(package: Device) -> Device:
 def cluster_of(row: dict[str, str]) -> Cluster:
     """Full nodes of one kind of device each, in the order of the GPU name where that lists several."""
     gpus = _count(row, "num_gpus")
-    per_node = min(gpus, _count(row, "gpus_per_node", 8))
+    rack = "NVL72" in row.get("other_settings", "")
+    per_node = min(gpus, RACK if rack else _count(row, "gpus_per_node", 8))
     mixed = re.fullmatch(r"\d+x[^+]+(\+\d+x[^+]+)+", row["gpu"])
     kinds = [(int(n), device_of(name)) for n, _, name in (part.partition("x") for part in row["gpu"].split("+"))] \
         if mixed else [(gpus, device_of(row["gpu"]))]
@@ -316,17 +382,20 @@ def _nic_gbit(row: dict[str, str], per_node: int) -> float:
         return float(found[1]) * per_node
     if found := re.search(r"(\d+) (?:Gbps|Gb/s)", text):
         return float(found[1])
-    return float(NIC_GBIT.get(row["gpu"].split("-")[0], 100))
+    chip = row["gpu"].split("-")[0]
+    usual = float(NIC_GBIT.get(chip, 100))
+    return usual * per_node / 8 if chip in ("GB200", "GB300") else usual
 
 
 def plan_of(row: dict[str, str], blocks: int, *, zero: int = 0) -> Plan:
-    """Tensor degree innermost, then data, pipeline outermost; layers as even as can be, or as the row lists them.
+    """Tensor degree innermost, then context, data, and pipeline; layers as even as can be, or as the row lists them.
 
     `zero` is the stage of ZeRO where the row states none.
     """
     tensor, data, stages = (_count(row, k) for k in ("tp", "dp", "pp"))
-    if tensor * data * stages != _count(row, "num_gpus"):
-        raise Inexpressible("dp * tp * pp is not the number of GPUs")
+    context = _count(row, "cp", 1)
+    if tensor * data * stages * context != _count(row, "num_gpus"):
+        raise Inexpressible("dp * cp * tp * pp is not the number of GPUs")
     samples, left = divmod(_count(row, "global_batch"), data)
     micro, rounds = _count(row, "micro_batch"), max(1, _count(row, "vpp", 1))
     if left or samples % micro:
@@ -338,18 +407,19 @@ def plan_of(row: dict[str, str], blocks: int, *, zero: int = 0) -> Plan:
     if rounds > 1 and (samples // micro) % stages:
         raise Inexpressible("interleaved stages whose number does not divide the micro-batches")
     cuts = _cuts(row, blocks, stages * rounds)
-    recompute = (row.get("recompute") or "none").split()[0]
-    zero, size = _count(row, "zero_stage", zero), tensor * data
-    shard = data
+    recompute = "none" if "(" in row.get("recompute", "") else row.get("recompute") or "none"
+    copies = data * context
+    zero, size = _count(row, "zero_stage", zero), tensor * copies
+    shard = copies
     if "HYBRID" in row.get("other_settings", ""):
-        shard = min(data, _count(row, "gpus_per_node", 8))
+        shard = min(copies, _count(row, "gpus_per_node", 8))
     chunks = list(pairwise(cuts))
     return Plan(
         pipelines=(Pipeline(
             stages=tuple(Stage(blocks=chunks[i], more=tuple(chunks[i + stages::stages]), tensor=tensor,
                                recompute=recompute,  # type: ignore[arg-type]
                                devices=tuple(range(i * size, (i + 1) * size))) for i in range(stages)),
-            samples=samples, micro_batch=micro, replicas=data),),
+            samples=samples, micro_batch=micro, replicas=data, context=context),),
         schedule="interleaved" if rounds > 1 else "1f1b",
         sharding=Sharding(weights=shard if zero == 3 else 1, gradients=shard if zero >= 2 else 1,
                           optimizer=shard if zero >= 1 else 1))
@@ -362,6 +432,8 @@ def _cuts(row: dict[str, str], blocks: int, chunks: int) -> list[int]:
         if len(sizes) != chunks or sum(sizes) != blocks:
             raise Inexpressible("the layers per stage do not add up")
         return [sum(sizes[:i]) for i in range(chunks + 1)]
+    if (blocks - 2) % chunks and blocks % chunks == 0:  # Megatron can count the embedding and the head as layers
+        return [blocks * i // chunks for i in range(chunks + 1)]
     return [0, *(1 + (blocks - 2) * i // chunks for i in range(1, chunks)), blocks]
 
 
@@ -422,64 +494,43 @@ class Score(NamedTuple):
     ceiling_s: float
     """Seconds at the peak rates of the devices, recomputation included."""
     bound: str
-    fits: bool
+    lacks_bytes: int
+    """Bytes by which the fullest device is above its memory; negative if all fit."""
+
+    @property
+    def fits(self) -> bool:
+        return self.lacks_bytes <= 0
 
 
 def score(case: Case) -> Score:
     """Predicts one run, with what its framework does otherwise."""
-    framework = FRAMEWORKS.get(case.source, Framework())
-    job = case.job if framework.sequence_parallel else case.job.replace(model=replicated(case.job.model))
-    found = predict(case.plan, job, case.cluster, sent=False, trace=not framework.overlaps)
-    step_s = found.step_s + (0.0 if framework.overlaps or not found.trace else _hidden_s(found.trace))
-    peak = max(_peak_bytes(use, case, framework) for use in found.devices)
-    used = framework._replace(counted="used")
-    fits = all(_peak_bytes(use, case, used) <= use.capacity_bytes for use in found.devices)
-    return Score(case, step_s, peak, found.step_s * found.hfu, found.bound.partition(" (")[0], fits)
+    plain = _score(case)
+    if case.recompute != "half" and (case.recompute != "as needed" or plain.fits):
+        return plain
+    whole = _score(case._replace(plan=_recomputing(case.plan)))
+    part = 0.5
+    if case.recompute == "as needed":
+        part = min(1.0, plain.lacks_bytes / max(1, plain.lacks_bytes - whole.lacks_bytes))
+    step_s, ceiling_s, peak, lacks = (a + part * (b - a) for a, b in (
+        (plain.step_s, whole.step_s), (plain.ceiling_s, whole.ceiling_s), (plain.peak_bytes, whole.peak_bytes),
+        (plain.lacks_bytes, whole.lacks_bytes)))
+    return Score(case, step_s, round(peak), ceiling_s, whole.bound, min(round(lacks), whole.lacks_bytes)
+                 if case.recompute == "as needed" else round(lacks))
 
 
-def replicated(model: Model) -> Model:
-    """The model as it runs without sequence parallelism: every rank of a tensor group norms and adds all tokens."""
-    def whole(op: Op) -> Op:
-        if op.kind not in ("norm", "elementwise") or op.shape["rows"] != SHARD:
-            return op
-        return op.replace(shape={**op.shape, "rows": ROWS}, traffic=op.traffic * T,
-                          backward_traffic=op.backward_traffic * T)
-
-    return model.replace(blocks=tuple(b.replace(ops=tuple(map(whole, b.ops))) for b in model.blocks))
+def _recomputing(plan: Plan) -> Plan:
+    return plan.replace(pipelines=tuple(
+        p.replace(stages=tuple(s.replace(recompute="full") for s in p.stages)) for p in plan.pipelines))
 
 
-def _hidden_s(record: trace.Trace) -> float:
-    """Seconds for which the slowest device moves gradients and weights behind its computing."""
-    whole, bare = trace.by_category(record), trace.exposed(record)
-    return max(sum(whole[rank].get(c, 0.0) - bare[rank].get(c, 0.0) for c in ("reduce", "gather")) for rank in whole)
-
-
-def _peak_bytes(use: DeviceUse, case: Case, framework: Framework) -> int:
-    """Peak of a device under another framework: activations that are not sharded, and the allocator's reserve.
-
-    Of the 34 bytes per element of a layer's activations 10 are outside the products, and eager attention keeps
-    5 heads * seq_len / hidden more inside (Korthikanti et al., 2022); under full recomputation only the layer's input
-    is kept, which is all outside.
-    """
-    held = dict(use.breakdown)
-    framework_bytes, allocator = held.pop("framework", 0), held.pop("allocator", 0)
-    allocated = sum(held.values())
-    stage = case.plan.pipelines[use.pipeline].stages[use.stage]
-    tensor = stage.tensor
-    if not framework.sequence_parallel:
-        scores = 5 * case.job.model.heads * case.job.seq_len / case.job.model.hidden
-        layer = (10 * tensor + 24 + scores) / (34 + scores)
-        kept = tensor if stage.recompute == "full" else layer
-        allocated += round(held.get("activations", 0) * (kept - 1) + held.get("recomputed", 0) * (layer - 1))
-    if not framework.copies_weights and case.job.bytes.master_bytes:
-        allocated -= held.get("weights", 0)
-    if case.plan.sharding.optimizer > 1:
-        elements = min(framework.bucket_elements, held.get("weights", 0) // case.job.bytes.weight_bytes)
-        allocated += elements * case.job.bytes.compute_bytes
-    if framework.counted == "allocated":
-        return allocated
-    factor = 1 + allocator / max(1, sum(held.values())) if framework.expandable else UNEXPANDED
-    return round(allocated * factor) + (framework_bytes if framework.counted == "used" else 0)
+def _score(case: Case) -> Score:
+    plan, framework, device = case.plan, case.framework, case.cluster.devices[0]
+    job = case.job.replace(model=frameworks.rewritten(case.job.model, case.job, device, framework))
+    found = predict(plan, job, case.cluster, sent=False, trace=not framework.overlaps)
+    return Score(case, frameworks.step_s(found, plan, job, device, framework),
+                 max(frameworks.peak_bytes(use, plan, job, framework) for use in found.devices),
+                 found.step_s * found.hfu, found.bound.partition(" (")[0],
+                 max(frameworks.lacks_bytes(use, plan, job, framework) for use in found.devices))
 
 
 def scores(cases: list[Case], skipped: Skipped) -> Iterator[Score]:
@@ -493,43 +544,43 @@ def scores(cases: list[Case], skipped: Skipped) -> Iterator[Score]:
 
 INTERVAL = 0.80, 1.30
 """Times a predicted step time: about where 10 and 90 % of published steps lie (`docs/accuracy.md`); for memory too."""
+EVERY = 100
+"""Runs between two lines about progress."""
 
 
-def validate(path: Path) -> validation.Result:
-    """Every row of a table of published results beside its prediction, by source and GPU; memory in GiB.
+def validate(path: Path, progress: Callable[[str], None] = lambda line: None) -> validation.Result:
+    """Every row of a table of published results beside its prediction, by source and GPU; peak memory apart.
 
-    The last summary weighs sources equally: its errors are means of the sources' own figures for step times.
+    The totals weigh sources equally: their errors are means of the sources' own figures.
     """
     cases, skipped = read(path)
     rows: list[validation.Row] = []
+    memory: list[validation.MemoryRow] = []
     low, high = INTERVAL
-    for s in scores(cases, skipped):
+    unfit = 0
+    for i, s in enumerate(scores(cases, skipped), 1):
         case = s.case
+        unfit += not s.fits
         if case.step_s:
             rows.append(validation.Row(case.where["step"], case.source, case.gpu, "step", case.step_s, s.step_s,
                                        low * s.step_s, high * s.step_s, s.ceiling_s, s.bound))
         if case.peak_bytes:
-            peak = s.peak_bytes / GiB
-            rows.append(validation.Row(case.where["memory"], f"{case.source}, memory", case.gpu, MEMORY,
-                                       case.peak_bytes / GiB, peak, low * peak, high * peak, peak,
-                                       "" if s.fits else "does not fit"))
+            memory.append(validation.MemoryRow(
+                case.where["memory"], case.source, case.gpu, "peak memory", round(case.peak_bytes), s.peak_bytes,
+                round(low * s.peak_bytes), round(high * s.peak_bytes), s.fits))
+        if i % EVERY == 0:
+            progress(f"{i} of {len(cases)} runs")
     reasons: Counter[str] = Counter()
     for (source, _, why), n in sorted(skipped.items()):
         reasons[f"{source}: {why}"] += n
-    found = validation.result(path, rows, dict(reasons))
-    return found._replace(total=_equally(found))
+    found = validation.result(path, rows, dict(reasons), memory)._replace(unfit=unfit)
+    apart = tuple(validation.Skipped(*key, n) for key, n in sorted(skipped.items()))
+    return found._replace(skipped=apart, total=_equally(found.sources),
+                          memory_total=_equally(found.memory_sources))
 
 
-MEMORY = "peak memory, GiB"
-
-
-def _equally(found: validation.Result) -> validation.Summary | None:
-    by_source: dict[str, list[validation.Row]] = {}
-    for row in found.rows:
-        if row.what != MEMORY:
-            by_source.setdefault(row.source, []).append(row)
-    sums = [s.total for rows in by_source.values() if (s := validation.result(Path(found.file), rows, {})).total]
-    if not sums:
+def _equally(by_source: tuple[validation.Summary, ...]) -> validation.Summary | None:
+    if not by_source:
         return None
-    means = [sum(values) / len(sums) for values in zip(*(s[3:] for s in sums))]
-    return validation.Summary("mean of sources", "all", sum(s.rows for s in sums), *means)
+    means = [sum(values) / len(by_source) for values in zip(*(s[3:] for s in by_source))]
+    return validation.Summary("mean of sources", "all", sum(s.rows for s in by_source), *means)

@@ -6,7 +6,7 @@ Files of kernel times are here; others (published training results) register the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +34,30 @@ class Row(NamedTuple):
     binds: str
 
 
+class MemoryRow(NamedTuple):
+    """A published peak of memory, predicted."""
+
+    where: int
+    source: str
+    device: str
+    what: str
+    measured_bytes: int
+    predicted_bytes: int
+    low_bytes: int
+    high_bytes: int
+    fits: bool
+    """Whether the prediction is within the memory of the device, which the run was."""
+
+
+class Skipped(NamedTuple):
+    """Rows of one source and device that are not predicted."""
+
+    source: str
+    device: str
+    reason: str
+    rows: int
+
+
 class Summary(NamedTuple):
     """Errors of the rows of one source and device; None of all of them."""
 
@@ -57,6 +81,16 @@ class Result(NamedTuple):
     not_expressible: dict[str, int]
     summaries: tuple[Summary, ...]
     total: Summary | None
+    sources: tuple[Summary, ...] = ()
+    """The same over all devices of a source."""
+    memory: tuple[MemoryRow, ...] = ()
+    memory_summaries: tuple[Summary, ...] = ()
+    memory_sources: tuple[Summary, ...] = ()
+    memory_total: Summary | None = None
+    skipped: tuple[Skipped, ...] = ()
+    """The rows of `not_expressible`, where the file says of what source and device."""
+    unfit: int = 0
+    """Runs that are judged not to fit in memory, which they did."""
 
 
 class Reader(NamedTuple):
@@ -64,16 +98,17 @@ class Reader(NamedTuple):
 
     matches: Callable[[frozenset[str]], bool]
     """Whether column names are of this kind."""
-    validate: Callable[[Path], Result]
+    validate: Callable[[Path, Progress], Result]
 
 
-def validate(path: Path) -> Result:
+Progress = Callable[[str], None]
+"""Told how far a long validation is."""
+
+
+def validate(path: Path, progress: Progress = lambda line: None) -> Result:
     """Predict every row that can be. InputError names the file and what it lacks."""
     columns = _columns(path)
-    for reader in READERS:
-        if reader.matches(columns):
-            return reader.validate(path)
-    return kernels(path)
+    return next((r.validate for r in READERS if r.matches(columns)), kernels)(path, progress)
 
 
 def _columns(path: Path) -> frozenset[str]:
@@ -91,7 +126,7 @@ def _columns(path: Path) -> frozenset[str]:
         raise InputError(f"not a table: {error}; give a .parquet, .csv or .csv.gz file", where=str(path)) from None
 
 
-def kernels(path: Path) -> Result:
+def kernels(path: Path, progress: Progress) -> Result:
     """A file of kernel times in the format of the measured data."""
     table = read(path)
     assert table is not None
@@ -105,15 +140,24 @@ def kernels(path: Path) -> Result:
     return result(path, rows, table.skipped)
 
 
-def result(path: Path, rows: list[Row], skipped: dict[str, int]) -> Result:
+def result(path: Path, rows: list[Row], skipped: dict[str, int], memory: Sequence[MemoryRow] = ()) -> Result:
     """Rows with their summaries by source and device, and over all."""
+    of_rows, of_memory = (summaries(found, lambda r: (r.source, r.device)) for found in (rows, memory))
+    total, memory_total = (next(iter(summaries(found, lambda _: ("all", "all"))), None) for found in (rows, memory))
+    sources, memory_sources = (summaries(found, lambda r: (r.source, "all")) for found in (rows, memory))
+    return Result(str(path), tuple(rows), skipped, of_rows, total, sources, tuple(memory), of_memory, memory_sources,
+                  memory_total)
+
+
+def summaries(rows: Sequence[Row] | Sequence[MemoryRow],
+              key: Callable[[Row | MemoryRow], tuple[str, str]]) -> tuple[Summary, ...]:
+    """Errors of rows with the same key, in the order of the keys."""
     if not rows:
-        return Result(str(path), (), skipped, (), None)
-    measured, predicted, low, high = (np.array([getattr(r, f) for r in rows])
-                                      for f in ("measured_s", "predicted_s", "low_s", "high_s"))
-    keys = [(r.source, r.device) for r in rows]
-    code = {key: i for i, key in enumerate(sorted(set(keys)))}
-    which = np.array([code[key] for key in keys])
+        return ()
+    measured, predicted, low, high = (np.array([r[i] for r in rows], float) for i in range(4, 8))
+    keys = [key(r) for r in rows]
+    code = {k: i for i, k in enumerate(sorted(set(keys)))}
+    which = np.array([code[k] for k in keys])
     error = predicted / measured - 1
     inside = (measured >= low) & (measured <= high)
 
@@ -122,18 +166,19 @@ def result(path: Path, rows: list[Row], skipped: dict[str, int]) -> Result:
         return Summary(source, device, int(at.sum()), float(np.median(ape)), float(ape.mean()), float(error[at].mean()),
                        float(np.quantile(ape, 0.9)), float(inside[at].mean()))
 
-    return Result(str(path), tuple(rows), skipped, tuple(summary(*key, which == i) for key, i in code.items()),
-                  summary("all", "all", np.ones(len(rows), bool)))
+    return tuple(summary(*k, which == i) for k, i in code.items())
 
 
 def write_rows(found: Result, path: Path) -> None:
-    """One line per predicted row, as CSV."""
+    """One line per predicted row, as CSV; columns of bytes where the file has memory."""
     import csv
 
+    columns = (*Row._fields, *(f for f in MemoryRow._fields if found.memory and f not in Row._fields))
     with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(Row._fields)
-        writer.writerows(found.rows)
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(row._asdict() for row in found.rows)
+        writer.writerows(row._asdict() for row in found.memory)
 
 
 def plot(found: Result, path: Path, *, most: int = 4000) -> None:
@@ -163,19 +208,19 @@ def plot(found: Result, path: Path, *, most: int = 4000) -> None:
     path.write_text("\n".join(parts), encoding="utf-8")
 
 
-def _published(path: Path) -> Result:
+def _published(path: Path, progress: Progress) -> Result:
     from mixfleet.calibrate import published
 
-    return published.validate(path)
+    return published.validate(path, progress)
 
 
-def _collectives(path: Path) -> Result:
+def _collectives(path: Path, progress: Progress) -> Result:
     from mixfleet.calibrate import collectives
 
     return collectives.validate(path)
 
 
-def _inference(path: Path) -> Result:
+def _inference(path: Path, progress: Progress) -> Result:
     from mixfleet.calibrate import inference
 
     return inference.validate(path)

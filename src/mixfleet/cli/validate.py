@@ -19,7 +19,7 @@ def validate(file: Path, rows: Path | None, plot: Path | None, as_json: bool) ->
     from mixfleet.calibrate import validate as engine
     from mixfleet.report.views import Table, View
 
-    found = engine.validate(file)
+    found = engine.validate(file, progress)
     if rows:
         engine.write_rows(found, rows)
         progress(f"wrote {rows}")
@@ -27,12 +27,30 @@ def validate(file: Path, rows: Path | None, plot: Path | None, as_json: bool) ->
         engine.plot(found, plot)
         progress(f"wrote {plot}")
     if as_json:
-        emit_json({"file": found.file, "rows": len(found.rows), "not_expressible": found.not_expressible,
-                   "summaries": found.summaries, "total": found.total})
+        emit_json({"rows": len(found.rows), "memory_rows": len(found.memory), "judged_not_to_fit": found.unfit,
+                   **{name: getattr(found, name) for name in (
+                       "file", "not_expressible", "skipped", "summaries", "sources", "total", "memory_summaries",
+                       "memory_sources", "memory_total")}})
         return
-    lines = [*found.summaries, *([found.total] if found.total else [])]
-    table = [(s.source, s.device, f"{s.rows:,}", f"{s.median_ape:.1%}", f"{s.mean_ape:.1%}", f"{s.bias:+.1%}",
-              f"{s.p90_ape:.1%}", f"{s.covered:.0%}") for s in lines]
-    facts = [("not predicted", f"{count:,} rows: {why}") for why, count in found.not_expressible.items()]
-    columns = ("source", "device", ">rows", ">median", ">mean", ">bias", ">90th", ">in interval")
-    emit(View(f"Predicted against measured: {file.name}", facts, [Table(columns, table, "absolute errors")]))
+    skipped: dict[tuple[str, str], int] = {}
+    for s in found.skipped:
+        skipped[s.source, s.device] = skipped.get((s.source, s.device), 0) + s.rows
+    tables = []
+    for title, each, sources, total in (
+            ("absolute errors", found.summaries, found.sources, found.total),
+            ("absolute errors of peak memory", found.memory_summaries, found.memory_sources, found.memory_total)):
+        lines = [(s.source, s.device, f"{s.rows:,}", f"{s.median_ape:.1%}", f"{s.mean_ape:.1%}", f"{s.bias:+.1%}",
+                  f"{s.p90_ape:.1%}", f"{s.covered:.0%}")
+                 for s in (*sorted((*each, *sources), key=lambda s: (s.source, s.device == "all")),
+                           *([total] if total else []))]
+        if lines:
+            tables.append(Table(_COLUMNS, lines, title))
+    if skipped:
+        tables.append(Table(("source", "device", ">rows"), [(*key, f"{n:,}") for key, n in sorted(skipped.items())],
+                            "not predicted"))
+    facts = [("judged not to fit", f"{found.unfit:,} runs")] if found.unfit else []
+    facts += [("not predicted", f"{count:,} rows: {why}") for why, count in found.not_expressible.items()]
+    emit(View(f"Predicted against measured: {file.name}", facts, tables))
+
+
+_COLUMNS = ("source", "device", ">rows", ">median", ">mean", ">bias", ">90th", ">in interval")

@@ -1,0 +1,250 @@
+"""How the code of published runs differs from the runtime that plans are predicted for, and what that changes.
+
+Three kinds of difference: operators (a model is rewritten to what really runs), seconds that the simulated step has or
+lacks, and bytes. Each is a property of a code base that its documentation or source states, never of a single row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+from mixfleet import trace
+from mixfleet.cluster import Device
+from mixfleet.cost.kernels import OptimizerLoop, accumulate_s, fused_attention, generation, optimizer_s
+from mixfleet.cost.memory import CONTEXT_BYTES
+from mixfleet.job import Job
+from mixfleet.model.parts import ROWS, SHARD, gemm
+from mixfleet.model.spec import Block, Model, Op, Size, T
+from mixfleet.plan import Plan
+from mixfleet.sim.prediction import DeviceUse, Prediction
+
+
+class Framework(NamedTuple):
+    """One code base. The defaults are those of the runtime, but for the optimizer, which nearly everybody fuses."""
+
+    overlaps: bool = True
+    """Whether gradients and weights move while the device computes."""
+    sequence_parallel: bool = True
+    """Whether tensors between the products are sharded over the tensor group (Korthikanti et al., 2022)."""
+    expandable: bool = True
+    """Whether the allocator grows its segments; without, it keeps more than it needs."""
+    bucket_elements: int = 0
+    """Elements of the buffer through which gradients are reduced to the owners of optimizer state."""
+    copies_weights: bool = True
+    """Whether 16-bit weights are kept beside the fp32 ones; FSDP casts its shards as it gathers them."""
+    counted: Literal["allocated", "reserved", "used"] = "used"
+    """What its memory figure is: of torch's counters, or of the driver with context and communicators."""
+    joined: bool = False
+    """Whether q, k and v are one product, and gate and up another."""
+    score_passes: tuple[float, float] | None = None
+    """Times that attention which is not fused reads or writes its scores besides its products, forward and backward."""
+    flash: Literal[1, 2, 3] = 3
+    """Generation of its fused attention."""
+    copied: float = 0.0
+    """Times that the inputs and the output of attention's products are read or written to rearrange heads."""
+    dropout: float = 0.0
+    """Passes over a sublayer's output that dropout as a kernel of its own takes, forward and again backward."""
+    activation_passes: tuple[float, float] = (0.0, 0.0)
+    """The same of an activation that is not one kernel, beyond those of one."""
+    optimizer: OptimizerLoop = "fused"
+    adding: float = 1.0
+    """Part of the bytes of adding up fp32 gradients that remains."""
+    remade: bool = False
+    """Whether backward makes the product of gate and up again from the two, as fused SwiGLU kernels do."""
+    pure: bool = False
+    """Whether weights, gradients and moments are all of 16 bits, without a master copy."""
+
+
+SLOWER_FLASH: dict[int, dict[str, float]] = {1: {"Ampere": 1.25, "Hopper": 2.5}, 2: {"Hopper": 1.5}, 3: {}}
+"""Times that fused attention of an earlier generation takes, against the newest kernels of the device, which the kernel
+model knows. On Hopper the third is 1.5 to 2 times as fast as the second (Shah et al., 2024); the first reaches 25 to
+40 % of an A100, the second up to 73 % (Dao, 2023), and without Hopper's own instructions gains 1.5 from A100 to H100.
+"""
+FUSED_SOFTMAX = (4.0, 5.25)
+"""Megatron's kernel for scale, mask and softmax reads and writes once, and backward reads two and writes one (of the
+masked half nothing is read); dropout reads and writes, and its mask has a byte (a quarter to half a pass)."""
+SEPARATE_SOFTMAX = (6.25, 7.25)
+"""Mask (2), softmax (2), dropout (2.25); backward of dropout (2.25), of softmax (3), of the mask (2)."""
+EAGER_SOFTMAX = (8.25, 9.25)
+"""The same with the scale as a kernel of its own, as in Hugging Face models."""
+AUTOCAST_SOFTMAX = (14.5, 14.5)
+"""The same in a 16-bit job under autocast, which computes softmax in fp32: scale and mask (2 each), softmax from 16 to
+32 bits (3), dropout in 32 (4.5), the cast back (3); as much backward."""
+NEW_GELU = (16.0, 20.0)
+"""Eight elementwise kernels instead of one: a cube, three products, two sums, tanh and a last product."""
+IN_PRODUCTS, IN_16_BITS = 0.0, 0.6
+"""Gradients added up by the epilogue of the product that makes them, or in 16 bits: 6 bytes for each instead of 10."""
+
+MEGATRON_DEEPSPEED = Framework(overlaps=False, sequence_parallel=False, expandable=False, bucket_elements=5 * 10**8,
+                               joined=True, score_passes=FUSED_SOFTMAX, adding=IN_16_BITS)
+MEGATRON_CORE = Framework(expandable=False, joined=True, adding=IN_PRODUCTS, remade=True)
+HUGGING_FACE = Framework(score_passes=EAGER_SOFTMAX, copied=2.0, dropout=2.25)
+FRAMEWORKS: dict[str, Framework] = {
+    "bigscience": MEGATRON_DEEPSPEED, "bsv100": MEGATRON_DEEPSPEED, "vtrain": MEGATRON_DEEPSPEED,
+    "sailor": MEGATRON_DEEPSPEED._replace(score_passes=SEPARATE_SOFTMAX, adding=1.0),
+    "megatron": Framework(expandable=False, joined=True, score_passes=FUSED_SOFTMAX, adding=IN_16_BITS),
+    "simumax": MEGATRON_CORE._replace(overlaps=False, counted="allocated"),
+    "dgxc": MEGATRON_CORE, "nemo": MEGATRON_CORE, "mbridge": MEGATRON_CORE,
+    "llmfoundry": Framework(copies_weights=False, joined=True, flash=1),
+    "torchtitan": Framework(copies_weights=False, counted="reserved", flash=2),
+    "nanotron": Framework(joined=True, flash=2),
+    "neusight": HUGGING_FACE, "lambda": HUGGING_FACE, "dle": HUGGING_FACE,
+    "finetune": Framework(optimizer="foreach"),
+}
+"""As the sources state: the Megatron-DeepSpeed of 2021 and 2022 had neither overlap nor sequence parallelism, has
+kernels of its own for softmax in 16 bits only, and DeepSpeed's default bucket; simumax switched overlap off."""
+UNEXPANDED = 1.10
+"""Reserved over allocated bytes without expandable segments (31.7 over 28.8 GB, Megatron-LM issue 525)."""
+
+
+AUTOCAST = ("lambda", "dle")
+"""Sources whose 16-bit runs leave types to autocast."""
+
+
+def of(source: str, dtype: str = "") -> Framework:
+    """The code base of a source, for runs of a type; the runtime's habits where none is known."""
+    found = FRAMEWORKS.get(source, Framework())
+    return found._replace(score_passes=AUTOCAST_SOFTMAX) if source in AUTOCAST and dtype in ("fp16", "bf16") else found
+
+
+def rewritten(model: Model, job: Job, device: Device, framework: Framework) -> Model:
+    """The model with the operators that the framework runs, and what they save."""
+    blocks: dict[str, Block] = {}
+    for block in model.blocks:
+        if block.kind not in blocks:
+            ops: Iterable[Op] = block.ops
+            if framework.joined:
+                ops = _joined(ops)
+            if framework.score_passes and not fused_attention(device, job):
+                ops = [part for op in ops for part in _eager(op, framework.score_passes, framework.copied)]
+            slower = SLOWER_FLASH[framework.flash].get(generation(device), 1.0)
+            ops = [op.replace(shape={**op.shape, "batch": slower * op.shape["batch"]})
+                   if op.kind == "attention" and fused_attention(device, job) else op for op in ops]
+            if not framework.sequence_parallel:
+                ops = map(_whole, ops)
+            ops = [_longer(op, ".activation", framework.activation_passes) for op in ops]
+            ops = [_longer(op, ("add1", "add2"), (framework.dropout, framework.dropout)) for op in ops]
+            saved = tuple(s for s in block.saved if not (framework.remade and s.name.endswith(".activated_out")))
+            blocks[block.kind] = block.replace(ops=tuple(ops), saved=saved)
+    return model.replace(blocks=tuple(blocks[b.kind].replace(name=b.name) for b in model.blocks))
+
+
+_TOGETHER = {"attention.k": "attention.q", "attention.v": "attention.q", "mlp.up": "mlp.gate"}
+"""Products of one input, and the first of them."""
+
+
+def _joined(ops: Iterable[Op]) -> list[Op]:
+    found: list[Op] = []
+    for op in ops:
+        first = next((o for o in found if o.name == _TOGETHER.get(op.name)), None)
+        if first is None:
+            found.append(op)
+            continue
+        wide = gemm(first.name, first.shape["batch"], first.shape["m"], first.shape["n"] + op.shape["n"],
+                    first.shape["k"])
+        found[found.index(first)] = wide
+    return found
+
+
+def _eager(op: Op, passes: tuple[float, float], copied: float) -> list[Op]:
+    """Attention as what runs without a fused kernel: two batched products, and what lies between them."""
+    if op.kind != "attention":
+        return [op]
+    heads, q, kv = op.shape["batch"] * op.shape["heads"], op.shape["q"], op.shape["kv"]
+    scores = heads * q * kv
+    moved = copied * heads * (q + kv) * (op.shape["qk_dim"] + op.shape["v_dim"])
+    between = Op(name="attention.softmax", kind="elementwise", shape={"rows": heads * q, "cols": kv}, flops=Size(),
+                 backward_flops=Size(), traffic=passes[0] * scores + moved, backward_traffic=passes[1] * scores + moved)
+    return [gemm("attention.scores", heads, q, kv, op.shape["qk_dim"]), between,
+            gemm("attention.values", heads, q, op.shape["v_dim"], kv)]
+
+
+def _whole(op: Op) -> Op:
+    """Without sequence parallelism every rank of a tensor group norms and adds all tokens."""
+    if op.kind not in ("norm", "elementwise") or op.shape["rows"] != SHARD:
+        return op
+    return op.replace(shape={**op.shape, "rows": ROWS}, traffic=op.traffic * T,
+                      backward_traffic=op.backward_traffic * T)
+
+
+def _longer(op: Op, end: str | tuple[str, ...], passes: tuple[float, float]) -> Op:
+    if not any(passes) or not op.name.endswith(end):
+        return op
+    size = op.shape["rows"] * op.shape["cols"]
+    return op.replace(traffic=op.traffic + passes[0] * size, backward_traffic=op.backward_traffic + passes[1] * size)
+
+
+def step_s(found: Prediction, plan: Plan, job: Job, device: Device, framework: Framework) -> float:
+    """Seconds of a step, from the simulated one: without overlap if there is none (`found` has a trace then), with the
+    framework's optimizer, and with its way of adding up gradients."""
+    seconds = found.step_s
+    if not framework.overlaps and found.trace:
+        seconds += hidden_s(found.trace)
+    updating = sum(s.fraction for s in found.critical if s.category == "optimizer") * found.step_s
+    each = 10**9
+    seconds -= updating * (1 - optimizer_s(each, device, job, implementation=framework.optimizer)
+                           / optimizer_s(each, device, job))
+    if plan.sharding.gradients == 1:
+        seconds -= (1 - framework.adding) * max(
+            (len(p.micro_batches) + (len(p.stages) - 1) / len(stage.chunks))
+            * sum(accumulate_s(job.model.blocks[b], stage.tensor, device, job) for b in stage.held)
+            for p in plan.pipelines for stage in p.stages)
+    return seconds
+
+
+def hidden_s(record: trace.Trace) -> float:
+    """Seconds for which the slowest device moves gradients and weights behind its computing."""
+    whole, bare = trace.by_category(record), trace.exposed(record)
+    return max(sum(whole[rank].get(c, 0.0) - bare[rank].get(c, 0.0) for c in ("reduce", "gather")) for rank in whole)
+
+
+def allocated_bytes(use: DeviceUse, plan: Plan, job: Job, framework: Framework) -> int:
+    """Bytes of tensors at the peak of a device.
+
+    Of the 34 bytes per element of a layer's activations 10 are outside the products, and eager attention keeps
+    5 heads * seq_len / hidden more inside (Korthikanti et al., 2022); under full recomputation only the layer's input
+    is kept, which is all outside.
+    """
+    held = {name: n for name, n in use.breakdown.items() if name not in ("framework", "allocator")}
+    stage = plan.pipelines[use.pipeline].stages[use.stage]
+    tensor, sizes = stage.tensor, job.bytes
+    if framework.pure and sizes.master_bytes:
+        held["master"] = 0
+        held["moments"] = held.get("moments", 0) // 2
+        for name in ("gradients", "gradient buffers"):
+            held[name] = held.get(name, 0) * sizes.weight_bytes // sizes.gradient_bytes
+        held["optimizer temporaries"] = 0
+    allocated = sum(held.values())
+    if not framework.sequence_parallel:
+        scores = 5 * job.model.heads * job.seq_len / job.model.hidden
+        layer = (10 * tensor + 24 + scores) / (34 + scores)
+        kept = tensor if stage.recompute == "full" else layer
+        allocated += round(held.get("activations", 0) * (kept - 1) + held.get("recomputed", 0) * (layer - 1))
+    if not framework.copies_weights and sizes.master_bytes:
+        allocated -= held.get("weights", 0)
+    if plan.sharding.optimizer > 1:
+        elements = min(framework.bucket_elements, held.get("weights", 0) // sizes.weight_bytes)
+        allocated += elements * sizes.compute_bytes
+        if framework.bucket_elements and job.precision == "bf16":  # DeepSpeed's bf16 optimizer keeps both gradients
+            allocated += held.get("weights", 0)
+    return allocated
+
+
+def peak_bytes(use: DeviceUse, plan: Plan, job: Job, framework: Framework) -> int:
+    """Peak of a device as the source counts it."""
+    allocated = allocated_bytes(use, plan, job, framework)
+    if framework.counted == "allocated":
+        return allocated
+    outside = use.breakdown.get("framework", 0)
+    tensors = sum(use.breakdown.values()) - outside
+    factor = tensors / max(1, tensors - use.breakdown.get("allocator", 0)) if framework.expandable else UNEXPANDED
+    return round(allocated * factor) + (outside if framework.counted == "used" else 0)
+
+
+def lacks_bytes(use: DeviceUse, plan: Plan, job: Job, framework: Framework) -> int:
+    """Bytes by which the tensors of a device and its context are above its memory; negative if they fit.
+
+    What the allocator reserves beyond them, it gives back when memory runs short, and communicators make do with less.
+    """
+    return allocated_bytes(use, plan, job, framework) + CONTEXT_BYTES["gpu"] - use.capacity_bytes
