@@ -122,6 +122,7 @@ class Layout:
         self._shares = shard.shares if len(set(shard.shares)) > 1 else ()
         self._nested = n % o == 0 and o % g == 0 and g % w == 0 and not self._shares
         self.piece = cache(self._piece)
+        self._ends = cache(self._all_pieces)
         self.columns = cache(self._columns)
         self.comms = cache(self._comms)
         self.gather, self.publish = cache(self._gather), cache(self._publish)
@@ -269,6 +270,10 @@ class Layout:
         first, last, whole = self._index[kind][replica]
         size = self.columns(u)[column].size
         return size * first // whole, size * last // whole
+
+    def _all_pieces(self, kind: Kind, u: int, column: int) -> list[tuple[int, int]]:
+        """Those of all replicas."""
+        return [self.piece(kind, u, column, q) for q in range(len(self._replicas))]
 
     def held(self, u: int, rank: int) -> tuple[int, ...]:
         """Columns of unit `u` that `rank` computes with."""
@@ -480,7 +485,8 @@ class Layout:
             return (Comm("reduce_scatter", ranks(self.group("gradients", k)), total),)
 
         def sharing(kind: Kind, mine: tuple[int, int], among: Iterable[int]) -> list[int]:
-            return [q for q in among if _length(_overlap(self.piece(kind, u, main, q), mine))]
+            ends, (a, b) = self._ends(kind, u, main), mine
+            return [q for q in among if a < ends[q][1] and ends[q][0] < b and ends[q][0] < ends[q][1]] if a < b else []
 
         if op == PUBLISH:
             piece = self.piece("weights", u, main, k)

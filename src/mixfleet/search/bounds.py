@@ -165,12 +165,16 @@ def bound_s(tables: Tables, plan: Plan) -> float:
     layout = Layout(plan, tables.job.model)
     starts = {pipe: k for k, (pipe, _) in reversed(list(enumerate(plan.replicas)))}
     tails: list[float] = []
+    # What state moves does not depend on micro-batches, samples, recompute or schedule.
+    known: dict[tuple[object, ...], Busy] = tables.prices.setdefault((plan.sharding, tuple(
+        [(pipe.copies, pipe.context, tuple([(one.devices, one.tensor, one.chunks) for one in pipe.stages]))
+         for pipe in plan.pipelines])), {})
     for p, pipeline in enumerate(plan.pipelines):
         sizes = pipeline.micro_batches
         first, last = (pipeline_flow(tables, pipeline, m, plan.schedule) for m in (sizes[0], sizes[-1]))
         for s, stage in enumerate(pipeline.stages):
             units = layout.units_of_stage(p, s)
-            prices, k = _Prices(tables, layout, plan, p, s), len(sizes)
+            prices, k = _Prices(tables, layout, plan, p, s, known), len(sizes)
             busy = last.forward_s[s] + last.backward_s[s] + (k - 1) * (first.forward_s[s] + first.backward_s[s])
             if plan.accumulation == "layered":  # the last backward of the topmost block is nowhere near the end
                 busy, k = 0.0, 1
@@ -215,7 +219,9 @@ def _plus(a: Floats, b: Floats) -> Floats:
 class _Prices:
     """Seconds of the transfers of state of one stage, as its first rank sees them; equal units are asked once."""
 
-    def __init__(self, tables: Tables, layout: Layout, plan: Plan, pipeline: int, stage: int) -> None:
+    def __init__(self, tables: Tables, layout: Layout, plan: Plan, pipeline: int, stage: int,
+                 known: dict[tuple[object, ...], Busy]) -> None:
+        """`known` is shared by the stages of a plan, and by plans whose state is laid out alike."""
         self._tables, self._layout, self._plan = tables, layout, plan
         self._ports = Ports.of(tables.cluster)
         stages = [(pipe, one) for pipe in plan.pipelines for one in pipe.stages]
@@ -226,8 +232,11 @@ class _Prices:
         self._rank = mine.devices[0]
         self._neighbours = [mine.ranks(r)[0] for r in range(plan.pipelines[pipeline].copies)
                             if node_of[mine.ranks(r)[0]] == node_of[self._rank]]
-        self._known: dict[tuple[object, ...], Busy] = {}
-        self._kinds: dict[int, tuple[object, ...]] = {}
+        self._known, self._kinds = known, dict[int, tuple[object, ...]]()
+        # Stages of a single pipeline whose devices stand alike exchange alike; only which ports they load differs.
+        self._place: tuple[object, ...] = (pipeline, stage)
+        if len(plan.pipelines) == 1:
+            self._place = self._ports.pattern(mine.devices)[0]
 
     def total(self, op: str, units: Sequence[int]) -> Busy:
         """A G, R, Y or P action of all `units`: at least their sum, each alone, on the rank's own stream; and at least
@@ -275,9 +284,10 @@ class _Prices:
         """Units of one kind have equal tensors on the same stages."""
         if u not in self._kinds:
             unit, blocks = self._layout.units[u], self._layout.model.blocks
-            hosts = tuple(s for pipe in self._plan.pipelines for s, stage in enumerate(pipe.stages)
-                          if any(map(stage.holds, unit.blocks)))
-            self._kinds[u] = (blocks[u].kind if u < len(blocks) else u, hosts)
+            hosts = () if len(self._plan.pipelines) == 1 and len(unit.blocks) == 1 else tuple(
+                s for pipe in self._plan.pipelines for s, stage in enumerate(pipe.stages)
+                if any(map(stage.holds, unit.blocks)))
+            self._kinds[u] = (self._place, blocks[u].kind if u < len(blocks) else u, hosts)
         return self._kinds[u]
 
     def _least(self, op: str, u: int, index: int, comm: Comm) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -145,6 +145,7 @@ class Tables:
         self._tables: dict[tuple[object, ...], Table] = {}
         self._signatures: dict[tuple[int, ...], tuple[object, ...]] = {}
         self._states: dict[tuple[int, Pieces], Matrix] = {}
+        self.prices: dict[object, dict[tuple[object, ...], Any]] = {}
         self.seconds: dict[tuple[object, ...], float] = {}
         """What `bounds` remembers."""
 
