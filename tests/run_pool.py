@@ -126,7 +126,7 @@ def carry_out(case: Case, process: int) -> Outcome:
     units = rank.interpreter.units.values()
     outcome = Outcome([r.loss for r in results], [r.grad_norm for r in results], [r.valid for r in results],
                       [p for u in units for p in u.pieces()],
-                      [(u.index, p.column, p.lo, p.hi, u.weights.data[p.offset:p.offset + p.hi - p.lo].clone())
+                      [(u.index, p.column, p.lo, p.hi, u.home(u.weights.data)[p.offset:p.offset + p.hi - p.lo].clone())
                        for u in units for p in u.weights.parts],
                       rank.fabric.sent, rank.report().state_bytes, spans, memory)
     rank.close()

@@ -184,7 +184,7 @@ def test_the_checker_finds_a_deadlock_and_says_who_waits_for_what() -> None:
 def test_the_checker_finds_use_of_released_weights() -> None:
     plan = toy.data_parallel(2, 2, 2, 2, samples=1)
     program = edited(lower(plan, toy.model()), 0, without("G2"))
-    assert any("the weights of unit 2 are not gathered" in p for p in check(program, plan, toy.model()))
+    assert any("the weights of unit 2 are not here" in p for p in check(program, plan, toy.model()))
 
 
 def test_pipelines_of_unlike_shape_are_sound() -> None:

@@ -31,6 +31,11 @@ Accumulation = Literal["plain", "layered"]
 reduced once per pass, however many there are (Cephalo, arXiv 2411.01075). All of them are in flight then."""
 
 
+Offload = Literal["weights", "optimizer"]
+"""What a stage keeps in host memory: weights, loaded for each use; the optimizer's state (moments and master weights),
+loaded for the update."""
+
+
 class Chunk(NamedTuple):
     """Blocks `lo` to `hi - 1` on a stage: one link of a pipeline's chain."""
 
@@ -55,6 +60,8 @@ class Stage(Spec, frozen=True, kw_only=True):
     tensor: int = 1
     recompute: Recompute | tuple[Recompute, ...] = "none"
     """One mode for all its blocks, or one for each, ascending; in the list of a file `full*3` stands for three."""
+    offload: tuple[Offload, ...] = ()
+    """What lies in host memory between uses."""
     order: str = ""
     """Under the schedule `custom`: the stage's steps, as in `F0.0 F0.1 B0.0 B0.1`. F or B (or I and W, the input and
     weight halves of a backward), chunk of the pipeline's chain, micro-batch."""
@@ -368,6 +375,7 @@ def _reasons(plan: Plan, job: Job, cluster: Cluster) -> Iterator[str]:
         for s, stage in enumerate(pipeline.stages):
             yield from _wrong_stage(stage, pipeline.copies, job, cluster, used[min(crew.index(p), ways - 1)],
                                     f"pipelines[{p}].stages[{s}]")
+            yield from _wrong_offload(stage, plan, cluster, f"pipelines[{p}].stages[{s}]")
     if plan.shared:
         yield from _wrong_sharing(plan)
     if plan.global_batch != job.global_batch:
@@ -530,6 +538,22 @@ def _wrong_sharing(plan: Plan) -> Iterator[str]:
                 yield (f"device {held[0].devices[0]} holds block {min(twice)} in pipelines "
                        f"{' and '.join(str(p) for p, _ in seats)}; then weights and gradients cannot be sharded. Take "
                        "weights 1 and gradients 1, or stages that meet nowhere")
+
+
+def _wrong_offload(stage: Stage, plan: Plan, cluster: Cluster, where: str) -> Iterator[str]:
+    if not stage.offload:
+        return
+    if len(set(stage.offload)) < len(stage.offload):
+        yield f"{where}.offload names {stage.offload[0]} twice"
+    if "weights" in stage.offload and plan.sharding.weights > 1:
+        yield (f"{where}.offload has weights, but sharding.weights is {plan.sharding.weights}: they come either from "
+               "the host or from the other replicas. Take sharding.weights 1, or leave weights out of `offload`")
+    for rank in stage.devices:
+        device, node = cluster.devices[rank], cluster.nodes[cluster.node_of[rank]]
+        if device.kind == "gpu" and not device.pcie_Bps:
+            yield f"{where}.offload: {device.name} (device {rank}) states no pcie_bandwidth, over which it would go"
+        if device.kind == "gpu" and not node.host_memory_bytes:
+            yield f"{where}.offload: node {node.name} states no host_memory, in which it would lie"
 
 
 def _wrong_layers(plan: Plan) -> Iterator[str]:

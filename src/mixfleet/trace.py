@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 from mixfleet.spec import Spec
 from mixfleet.units import NS_PER_S
 
-CATEGORIES = ("forward", "backward", "recompute", "tensor", "send", "recv", "gather", "reduce", "optimizer", "host")
-"""What a span does. `tensor` is tensor-parallel communication, `gather` and `reduce` move weights and gradients."""
+CATEGORIES = ("forward", "backward", "recompute", "tensor", "send", "recv", "gather", "reduce", "load", "save",
+              "optimizer", "host")
+"""What a span does. `tensor` is tensor-parallel communication, `gather` and `reduce` move weights and gradients between
+devices, `load` and `save` state from and to host memory."""
 COMPUTE = ("forward", "backward", "recompute", "optimizer", "host")
 """The categories in which a device computes; the others move bytes."""
-STREAMS = ("compute", "p2p", "gather", "reduce")
+STREAMS = ("compute", "p2p", "gather", "reduce", "load", "save")
 
 
 class Span(NamedTuple):

@@ -12,7 +12,16 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from mixfleet.catalog.efficiency import DEFAULT, EFFICIENCY, FUSED_ATTENTION, GAP_S, LAUNCH_S, SUSTAINED
+from mixfleet.catalog.efficiency import (
+    DEFAULT,
+    EFFICIENCY,
+    FUSED_ATTENTION,
+    GAP_S,
+    LAUNCH_S,
+    LINK_EFFICIENCY,
+    SEND_S,
+    SUSTAINED,
+)
 from mixfleet.cluster import BlockTime, Device
 from mixfleet.errors import InputError
 from mixfleet.job import PRECISIONS, Job
@@ -285,6 +294,18 @@ def accumulate_s(block: Block, tensor: int, device: Device, job: Job) -> float:
                    if not p.tied and p.trainable)
     nbytes = elements * (job.bytes.compute_bytes + 2 * job.bytes.gradient_bytes)
     return nbytes / device.memory_Bps / efficiency(device, "elementwise") / device.share
+
+
+def host_copy_s(nbytes: int, device: Device) -> float:
+    """Seconds of a copy between a device and pinned memory of its host, with the link to itself.
+
+    Over PCIe at the part of its rate that transfers reach; a CPU reads and writes its own memory.
+    """
+    if not nbytes:
+        return 0.0
+    if device.kind == "cpu":
+        return 2 * nbytes / device.memory_Bps / efficiency(device, "elementwise") / device.share
+    return SEND_S["gpu"] + nbytes / device.pcie_Bps / dict(LINK_EFFICIENCY)["pcie"]
 
 
 def optimizer_s(elements: int, device: Device, job: Job, *, implementation: OptimizerLoop = "chunked") -> float:

@@ -24,7 +24,10 @@ Value = tuple[str, int, int]
 F, B, I, W = "F", "B", "I", "W"
 SEND_ACT, RECV_ACT, SEND_GRAD, RECV_GRAD = "SA", "RA", "SG", "RG"
 GATHER, RELEASE, REDUCE, SYNC, NORM, STEP, PUBLISH = "G", "X", "R", "Y", "N", "S", "P"
-_ACTION = re.compile(r"(F|B|I|W|SA|RA|SG|RG|G|X|R|Y|N|S|P)(?:(\d+)(?::(\d+))?)?(?:\.(\d+))?(?:@(\d+))?('*|\*)")
+LOAD_WEIGHTS, SAVE_WEIGHTS, FREE_WEIGHTS = "LW", "EW", "XW"
+LOAD_STATE, SAVE_STATE, FREE_STATE = "LO", "EO", "XO"
+_ACTION = re.compile(r"(F|B|I|W|SA|RA|SG|RG|G|X|R|Y|N|S|P|[LEX][WO])"
+                     r"(?:(\d+)(?::(\d+))?)?(?:\.(\d+))?(?:@(\d+))?('*|\*)")
 JOINT = -1
 """The seat of what a rank does once for all its seats: the norm, and exchanges of a unit that several of them hold."""
 
@@ -45,6 +48,8 @@ class Action(NamedTuple):
     N    norm of the whole gradient (all ranks), for clipping and scaling
     S    optimizer step of the owned piece of unit `lo`
     P    hand the updated weights of unit `lo` from the optimizer owners to those who hold them
+    LW   load the weights of unit `lo` from host memory;  XW free what was loaded;  EW write them back, updated
+    LO   load the optimizer's state of the owned piece of unit `lo`;  EO write it back;  XO free it
 
     State units are the blocks, in order, then one per tied tensor, then what is frozen in a block (see
     `layout`). `seat` counts the role's seats; one prime per seat behind the first stands in the text, a star for all.
@@ -78,6 +83,10 @@ def stream_of(action: Action) -> tuple[str, int]:
         return "gather", 0
     if action.op in (REDUCE, SYNC):
         return "reduce", 0
+    if action.op in (LOAD_WEIGHTS, FREE_WEIGHTS, LOAD_STATE, FREE_STATE):
+        return "load", 0
+    if action.op in (SAVE_WEIGHTS, SAVE_STATE):
+        return "save", 0
     return "compute", 0
 
 
@@ -145,7 +154,8 @@ def effects(action: Action, layout: Layout, units: tuple[int, ...]) -> tuple[lis
     x activations at a block boundary, g gradients there, saved what backward needs, later what the halves of a
     backward leave to each other, w usable weights, shard the
     permanent piece of sharded weights, grad the gradient as backward leaves it, acc what hop 1 accumulated,
-    own the gradient of the owned optimizer piece, opt its updated state, scale the clipping factor.
+    own the gradient of the owned optimizer piece, opt its updated state, scale the clipping factor, state what the
+    optimizer keeps; home and away are weights and state in host memory.
     """
     op, lo, hi, mb, *_ = action
     home = "shard" if layout.needed(GATHER, 0) else "w"
@@ -173,7 +183,14 @@ def effects(action: Action, layout: Layout, units: tuple[int, ...]) -> tuple[lis
         RELEASE: ([], [("w", lo, 0)]),
         REDUCE: ([("grad", lo, 0), ("acc", lo, 0)], [("acc", lo, 0), ("grad", lo, 0)]),
         SYNC: ([("grad", lo, 0), ("acc", lo, 0)], [("own", lo, 0)]),
-        STEP: ([("own", lo, 0), ("scale", 0, 0)], [("opt", lo, 0), (home, lo, 0)]),
+        STEP: ([("own", lo, 0), ("scale", 0, 0), ("state", lo, 0)],
+               [("opt", lo, 0), (home, lo, 0), ("state", lo, 0)]),
+        LOAD_WEIGHTS: ([("home", lo, 0)], [("w", lo, 0)]),
+        SAVE_WEIGHTS: ([("w", lo, 0)], [("home", lo, 0)]),
+        FREE_WEIGHTS: ([], [("w", lo, 0)]),
+        LOAD_STATE: ([("away", lo, 0)], [("state", lo, 0)]),
+        SAVE_STATE: ([("state", lo, 0)], [("away", lo, 0)]),
+        FREE_STATE: ([], [("state", lo, 0)]),
         PUBLISH: ([("opt", lo, 0)], [(home, lo, 0)]),
     }
     return simple[op]

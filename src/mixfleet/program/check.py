@@ -8,13 +8,19 @@ from collections.abc import Iterator
 from mixfleet.model.spec import Model
 from mixfleet.plan import Plan
 from mixfleet.program.action import (
+    FREE_STATE,
+    FREE_WEIGHTS,
     GATHER,
+    LOAD_STATE,
+    LOAD_WEIGHTS,
     NORM,
     PUBLISH,
     RECV_ACT,
     RECV_GRAD,
     REDUCE,
     RELEASE,
+    SAVE_STATE,
+    SAVE_WEIGHTS,
     SEND_ACT,
     SEND_GRAD,
     STEP,
@@ -63,22 +69,34 @@ def _role_problems(role: Role, plan: Plan, layout: Layout) -> Iterator[str]:
     ends = {c.hi: c for c in pipeline.chain}
     seen: set[tuple[str, int, int]] = set()
     held: set[int] = set()
-    sharded = layout.needed(GATHER, units[0])
+    state: set[int] = set()
+    loads = "weights" in pipeline.stages[role.stage].offload
+    sharded = loads or layout.needed(GATHER, units[0])
     for at, a in enumerate(role.actions):
         here = f"action {at}, {a}"
-        if a.op == GATHER:
+        if a.op in (GATHER, LOAD_WEIGHTS):
             if a.lo in held:
-                yield f"{here}: the weights are gathered already"
+                yield f"{here}: the weights are here already"
             held.add(a.lo)
-        elif a.op == RELEASE:
+        elif a.op in (RELEASE, FREE_WEIGHTS):
             if a.lo not in held:
-                yield f"{here}: the weights are not gathered"
+                yield f"{here}: the weights are not here"
             held.discard(a.lo)
+        elif a.op in (LOAD_STATE, FREE_STATE):
+            if (a.lo in state) == (a.op == LOAD_STATE):
+                yield f"{here}: the optimizer's state is {'here already' if a.lo in state else 'not here'}"
+            (state.add if a.op == LOAD_STATE else state.discard)(a.lo)
+            seen.add((a.op, a.lo, a.mb))
+        elif a.op in (STEP, SAVE_WEIGHTS, SAVE_STATE):
+            if (loads and a.op != SAVE_STATE and a.lo not in held) or (
+                    "optimizer" in pipeline.stages[role.stage].offload and a.op != SAVE_WEIGHTS and a.lo not in state):
+                yield f"{here}: what it works on is in host memory"
+            seen.add((a.op, a.lo, a.mb))
         elif a.op in (F, B, I, W):
             for b in range(a.lo, a.hi) if a.op == F else reversed(range(a.lo, a.hi)):
                 missing = [u for u in layout.units_of_block[b] if u not in held] if sharded and a.op != W else []
                 if missing:
-                    yield f"{here}: the weights of unit {missing[0]} are not gathered"
+                    yield f"{here}: the weights of unit {missing[0]} are not here"
                 if a.op == F:
                     arrived, source = (F, b - 1, a.mb) in seen, (RECV_ACT, b, a.mb) in seen
                     if b and not (arrived if stage_of[b - 1] == role.stage else source):
@@ -124,13 +142,17 @@ def _miscounted(role: Role, layout: Layout, units: tuple[int, ...]) -> Iterator[
     if layout.plan.accumulation == "layered":
         expected.update((REDUCE, u, -1) for u in units if layout.needed(REDUCE, u))
     expected.update((op, u, -1) for op in (SYNC, PUBLISH) for u in units if layout.needed(op, u))
-    expected.update((STEP, u, -1) for u in units if not layout.units[u].frozen)
+    stepped = [u for u in units if not layout.units[u].frozen]
+    expected.update((STEP, u, -1) for u in stepped)
+    away = pipeline.stages[role.stage].offload
+    expected.update((op, u, -1) for u in stepped for op in ((SAVE_WEIGHTS,) if "weights" in away else ())
+                    + ((LOAD_STATE, SAVE_STATE, FREE_STATE) if "optimizer" in away else ()))
     expected[(NORM, 0, -1)] = 1
     found: Counter[tuple[str, int, int]] = Counter()
     for a in role.actions:
         if a.op in (F, B, I, W):
             found.update((a.op, b, a.mb) for b in range(a.lo, a.hi))
-        elif a.op not in (GATHER, RELEASE):
+        elif a.op not in (GATHER, RELEASE, LOAD_WEIGHTS, FREE_WEIGHTS):
             found[(a.op, a.lo, a.mb)] += 1
     for key in sorted((expected | found).keys()):
         name = str(Action(key[0], key[1], key[1] + 1, key[2]))

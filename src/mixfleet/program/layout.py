@@ -180,6 +180,11 @@ class Layout:
                 for s in range(len(self.plan.pipelines[p].stages))
                 for j, post in enumerate(self.plan.posts(p, s, r))}
 
+    def posts_of(self, rank: int) -> tuple[int, ...]:
+        """All posts of a rank."""
+        return tuple(post for seat in range(len(self.plan.pipelines) if self.plan.shared else 1)
+                     if (post := rank + seat * self.plan.span) in self.places)
+
     @cached_property
     def _late(self) -> frozenset[int]:
         """Tied units that two stages of a pipeline hold. Hop 1 would make every micro-batch of one stage wait for the

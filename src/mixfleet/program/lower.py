@@ -9,16 +9,22 @@ from collections import deque
 from collections.abc import Sequence
 
 from mixfleet.model.spec import Model
-from mixfleet.plan import Pipeline, Plan
+from mixfleet.plan import Offload, Pipeline, Plan
 from mixfleet.program.action import (
+    FREE_STATE,
+    FREE_WEIGHTS,
     GATHER,
     JOINT,
+    LOAD_STATE,
+    LOAD_WEIGHTS,
     NORM,
     PUBLISH,
     RECV_ACT,
     RECV_GRAD,
     REDUCE,
     RELEASE,
+    SAVE_STATE,
+    SAVE_WEIGHTS,
     SEND_ACT,
     SEND_GRAD,
     STEP,
@@ -48,8 +54,9 @@ def lower(plan: Plan, model: Model, layout: Layout | None = None) -> Program:
                     for seat, (p, s) in enumerate(seats)]
             units = [layout.units_of_stage(p, s) for p, s in seats]
             actions = _synchronize(_weave(order, made) if len(made) > 1 else made[0], layout, units)
+            away = [plan.pipelines[p].stages[s].offload for p, s in seats]
             roles.append(Role(pipeline=seats[0][0], stage=seats[0][1], more=seats[1:],
-                              actions=(*actions, *_optimizer(layout, units))))
+                              actions=(*actions, *_optimizer(layout, units, away))))
     return Program(roles=tuple(roles))
 
 
@@ -57,9 +64,13 @@ def _seat(actions: Actions, plan: Plan, layout: Layout, pipeline: int, stage: in
     """All that one seat does up to its last gradient."""
     units = layout.units_of_stage(pipeline, stage)
     layered = plan.accumulation == "layered"
+    loads = "weights" in plan.pipelines[pipeline].stages[stage].offload
     actions = _by_block(actions) if layered else _pipe(actions, plan.pipelines[pipeline], stage)
-    actions = _split_blocks(actions, layout, units)
-    actions = _gather_weights(actions, layout, plan.sharding.prefetch)
+    actions = _split_blocks(actions, layout, units, loads=loads)
+    if loads:
+        actions = _bring_weights(actions, layout, plan.sharding.prefetch, LOAD_WEIGHTS, FREE_WEIGHTS)
+    elif layout.needed(GATHER, units[0]):
+        actions = _bring_weights(actions, layout, plan.sharding.prefetch, GATHER, RELEASE)
     return _reduce_gradients(actions, layout, units, layered=layered)
 
 
@@ -126,9 +137,10 @@ def _final(actions: Actions) -> set[int]:
     return set(last.values())
 
 
-def _split_blocks(actions: Actions, layout: Layout, units: tuple[int, ...]) -> Actions:
-    """One action per block where state moves between blocks: gathers, hop 1, and hop 2 behind the last backward."""
-    gathers = layout.needed(GATHER, units[0])
+def _split_blocks(actions: Actions, layout: Layout, units: tuple[int, ...], *, loads: bool) -> Actions:
+    """One action per block where state moves between blocks: gathers, loads, hop 1, and hop 2 behind the last
+    backward."""
+    gathers = loads or layout.needed(GATHER, units[0])
     reduces = layout.needed(REDUCE, units[0])
     syncs = any(layout.needed(SYNC, u) for u in units)
     final = _final(actions) if syncs else set()
@@ -143,15 +155,14 @@ def _split_blocks(actions: Actions, layout: Layout, units: tuple[int, ...]) -> A
     return out
 
 
-def _gather_weights(actions: Actions, layout: Layout, prefetch: int) -> Actions:
-    """Sharded weights: gather before use, `prefetch` blocks ahead, and release after it (ZeRO-3, FSDP).
+def _bring_weights(actions: Actions, layout: Layout, prefetch: int, bring: str, free: str) -> Actions:
+    """Weights that are not here: gather (ZeRO-3, FSDP) or load them before use, `prefetch` blocks ahead, and free them
+    after it.
 
-    The gather stream keeps its order, so a gather that stands behind a release waits for it: that bounds memory.
-    A unit that the next use needs again is kept. Weight halves of a backward need no weights.
+    The stream keeps its order, so a gather that stands behind a release waits for it: that bounds memory. A unit that
+    the next use needs again is kept. Weight halves of a backward need no weights.
     """
-    computes = [i for i, a in enumerate(actions) if a.op in (F, B, I) and layout.needed(GATHER, a.lo)]
-    if not computes:
-        return actions
+    computes = [i for i, a in enumerate(actions) if a.op in (F, B, I)]
     uses: list[tuple[int, ...]] = []  # actions that follow each other with the same units are one use
     order: dict[int, int] = {}
     for i in computes:
@@ -170,7 +181,7 @@ def _gather_weights(actions: Actions, layout: Layout, prefetch: int) -> Actions:
             continue
         while issued < min(n + prefetch + 1, len(uses)):
             fresh = [u for u in uses[issued] if u not in held]
-            out += [Action(GATHER, u, u + 1) for u in fresh]
+            out += [Action(bring, u, u + 1) for u in fresh]
             held.update(fresh)
             issued += 1
         out.append(action)
@@ -178,7 +189,7 @@ def _gather_weights(actions: Actions, layout: Layout, prefetch: int) -> Actions:
             continue
         ahead = {u for use in uses[n + 1: issued + 1] for u in use}
         drop = [u for u in uses[n] if u not in ahead]
-        out += [Action(RELEASE, u, u + 1) for u in drop]
+        out += [Action(free, u, u + 1) for u in drop]
         held.difference_update(drop)
     return out
 
@@ -228,13 +239,29 @@ def _synchronize(actions: Actions, layout: Layout, units: Sequence[tuple[int, ..
     return out + [Action(SYNC, u, u + 1, seat=_owner(u, units)) for u in tied]
 
 
-def _optimizer(layout: Layout, units: Sequence[tuple[int, ...]]) -> Actions:
-    """The norm of the whole gradient, then step and publish, first blocks first: they are needed first."""
-    out = [Action(NORM, seat=JOINT if len(units) > 1 else 0)]
-    for u in sorted({u for mine in units for u in mine}):
-        if layout.units[u].frozen:
-            continue
-        out += [Action(STEP, u, u + 1, seat=seat) for seat, mine in enumerate(units) if u in mine]
+_PAGES: dict[Offload, tuple[str, str, str]] = {"weights": (LOAD_WEIGHTS, SAVE_WEIGHTS, FREE_WEIGHTS),
+                                               "optimizer": (LOAD_STATE, SAVE_STATE, FREE_STATE)}
+"""Load, write back and free."""
+
+
+def _optimizer(layout: Layout, units: Sequence[tuple[int, ...]], away: Sequence[tuple[Offload, ...]]) -> Actions:
+    """The norm of the whole gradient, then step and publish, first blocks first: they are needed first.
+
+    What lies in host memory (`away`, per seat) is loaded one unit ahead of its step, written back behind it, and freed
+    behind the next one.
+    """
+    turns = [(u, [seat for seat, mine in enumerate(units) if u in mine])
+             for u in sorted({u for mine in units for u in mine if not layout.units[u].frozen})]
+
+    def paged(turn: int, *which: int) -> Actions:
+        u, seats = turns[turn] if 0 <= turn < len(turns) else (0, [])
+        return [Action(_PAGES[kind][i], u, u + 1, seat=seat) for i in which for seat in seats for kind in away[seat]]
+
+    out = [Action(NORM, seat=JOINT if len(units) > 1 else 0), *paged(0, 0)]
+    for turn, (u, seats) in enumerate(turns):
+        out += paged(turn + 1, 0)
+        out += [Action(STEP, u, u + 1, seat=seat) for seat in seats]
         if layout.needed(PUBLISH, u):
             out.append(Action(PUBLISH, u, u + 1, seat=_owner(u, units)))
-    return out
+        out += paged(turn, 1) + paged(turn - 1, 2)
+    return out + paged(len(turns) - 1, 2)

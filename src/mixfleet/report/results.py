@@ -136,7 +136,7 @@ def _missed(miss: NearestMiss | None) -> list[tuple[str, str]]:
 # What happened
 
 _GROUPS = {"forward": ("forward",), "backward": ("backward", "recompute"), "activations": ("tensor", "send", "recv"),
-           "state": ("gather", "reduce"), "optimizer": ("optimizer",)}
+           "state": ("gather", "reduce", "load", "save"), "optimizer": ("optimizer",)}
 
 
 def trace(this: Trace) -> View:

@@ -199,6 +199,7 @@ def job(this: Job) -> View:
 def plan(this: Plan, on: Cluster | None = None) -> View:
     """The stages and the ranks that hold them; with the cluster, their devices by name."""
     rows = []
+    away = any(stage.offload for pipe in this.pipelines for stage in pipe.stages)
     for p, pipe in enumerate(this.pipelines):
         name = f"{p}" + (f" (x {pipe.replicas})" if pipe.replicas > 1 else "")
         name += f", context {pipe.context}" if pipe.context > 1 else ""
@@ -208,7 +209,7 @@ def plan(this: Plan, on: Cluster | None = None) -> View:
             rows.append(["" if s else name, str(s), stage.text,
                          ranges(stage.devices), what, str(stage.tensor),
                          f"{pipe.micro_batch} x {len(pipe.micro_batches)}", str(pipe.samples),
-                         stage.recompute_text])
+                         stage.recompute_text, *([", ".join(stage.offload)] if away else [])])
     shard = this.sharding
     return View(
         f"plan {this.name}".rstrip(),
@@ -216,5 +217,5 @@ def plan(this: Plan, on: Cluster | None = None) -> View:
          ("global batch", str(this.global_batch)),
          ("sharding", f"weights {shard.weights}, gradients {shard.gradients}, optimizer {shard.optimizer} ways"),
          ("idle ranks", ranges(set(range(len(on.devices))) - set(this.ranks)) if on else "")],
-        [Table(["pipeline", "stage", "blocks", "ranks", "devices", ">tensor", ">micro-batch", ">samples", "recompute"],
-               rows)])
+        [Table(["pipeline", "stage", "blocks", "ranks", "devices", ">tensor", ">micro-batch", ">samples", "recompute",
+                *(["in host memory"] if away else [])], rows)])

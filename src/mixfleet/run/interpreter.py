@@ -17,16 +17,22 @@ import torch
 from torch import Tensor, nn
 
 from mixfleet.job import Job
-from mixfleet.plan import Pipeline
+from mixfleet.plan import Offload, Pipeline
 from mixfleet.program.action import (
+    FREE_STATE,
+    FREE_WEIGHTS,
     GATHER,
     JOINT,
+    LOAD_STATE,
+    LOAD_WEIGHTS,
     NORM,
     PUBLISH,
     RECV_ACT,
     RECV_GRAD,
     REDUCE,
     RELEASE,
+    SAVE_STATE,
+    SAVE_WEIGHTS,
     SEND_ACT,
     SEND_GRAD,
     STEP,
@@ -51,6 +57,10 @@ Shape = Callable[[int, int], tuple[int, ...]]
 
 STREAMS = {GATHER: ("gather", "gather"), PUBLISH: ("gather", "gather"), REDUCE: ("reduce", "reduce"),
             SYNC: ("reduce", "reduce")}
+_PAGES: dict[str, tuple[Offload, str]] = {
+    LOAD_WEIGHTS: ("weights", "load"), SAVE_WEIGHTS: ("weights", "save"), FREE_WEIGHTS: ("weights", ""),
+    LOAD_STATE: ("optimizer", "load"), SAVE_STATE: ("optimizer", "save"), FREE_STATE: ("optimizer", "")}
+"""What an action moves between device and host, and on which stream; none frees it."""
 _TAGS = {GATHER: 0, PUBLISH: 1, REDUCE: 2, SYNC: 4}
 _TAGS_PER_UNIT = 6
 _FIRST_MESSAGE_TAG = 1 << 20
@@ -137,7 +147,7 @@ class Interpreter:
             F: self._forward, B: self._backward, I: self._backward, W: self._weights, SEND_ACT: self._send,
             RECV_ACT: self._receive, SEND_GRAD: self._send, RECV_GRAD: self._receive, GATHER: self._move,
             RELEASE: self._release, REDUCE: self._move, SYNC: self._move, NORM: self._norm, STEP: self._step,
-            PUBLISH: self._move}
+            PUBLISH: self._move, **dict.fromkeys(_PAGES, self._page)}
         self._values: dict[tuple[str, int, int], Tensor | _Arrival] = {}
         """Activations `x` and gradients `g` at block boundaries, by (kind, block, micro-batch)."""
         self._saved: dict[tuple[int, int], tuple[Tensor, Tensor | None, list[int]]] = {}
@@ -266,6 +276,8 @@ class Interpreter:
         for unit in self.units.values():
             unit.weights.wait()
             unit.compute.wait()
+        if self.stage.offload and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # what was written back is read by the host
 
     def _forward(self, action: Action) -> None:
         x = self._input(action)
@@ -435,6 +447,20 @@ class Interpreter:
             if len(self._reducing) > 1:
                 self._reducing.popleft().grad.release()
 
+    def _page(self, action: Action) -> None:
+        """Load, save or free what lies in host memory between uses."""
+        what, stream = _PAGES[action.op]
+        unit = self.units[action.lo]
+        if not stream:
+            unit.free(what)
+            return
+        for flat, _ in unit.paged[what]:
+            flat.wait()
+        steps = unit.load(what) if stream == "load" else unit.save(what)
+        task = self.fabric.run(stream, steps, str(action), stream)
+        for flat, _ in unit.paged[what]:
+            flat.task = task
+
     def _release(self, action: Action) -> None:
         self.units[action.lo].compute.release()
 
@@ -504,5 +530,6 @@ class Interpreter:
         """Bytes of state held now, temporary buffers included."""
         flats = {id(f): f for unit in self.units.values()
                  for f in (unit.compute, unit.grad, unit.weights, unit.acc, unit.own, unit.updated, unit.value)}
-        return sum(f.nbytes for f in flats.values() if f.held) + sum(
-            u.optimizer.nbytes for u in self.units.values())
+        moments = sum(sum(f.nbytes for f, _ in u.paged["optimizer"] if f.held and f is not u.value)
+                      if "optimizer" in u.paged else u.optimizer.nbytes for u in self.units.values())
+        return sum(f.nbytes for f in flats.values() if f.held) + moments

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mixfleet.job import Job
+from mixfleet.plan import Offload
 from mixfleet.program.action import GATHER, REDUCE
 from mixfleet.program.layout import Kind, Layout, cut
 from mixfleet.run.collective import Flat, Part, cut_alike
@@ -90,6 +91,15 @@ class Unit:
         self.optimizer = FlatOptimizer(job.optimizer, runs, self._value)
         self.norm_views = [v for c, lo, hi in self.counted if lo < hi and not frozen
                            for v in self.own.views(c, lo, hi)]
+        self.paged: dict[Offload, list[tuple[Flat, Tensor]]] = {}
+        """What lies in host memory between uses: the buffer here, and its contents there."""
+        stage = layout.plan.pipelines[place.pipeline].stages[place.stage]
+        for what in stage.offload:
+            moments = [Flat((), data) for data in self.optimizer.state.values()]
+            flats = [self.compute] if what == "weights" else [*([self.value] if numbers.master else []), *moments]
+            self.paged[what] = [(flat, torch.zeros_like(flat.data, device="cpu", pin_memory=device.type == "cuda"))
+                                for flat in flats]
+        self._homes = {id(flat.data): home for pairs in self.paged.values() for flat, home in pairs}
         self.taken = True
         """Whether the gradient buffer's contents have been used, so that the next backward starts from zero."""
 
@@ -99,13 +109,41 @@ class Unit:
             self.compute.release()
         if self.reduced:
             self.grad.release()
+        for what in self.paged:
+            self.free(what)
+
+    def home(self, data: Tensor) -> Tensor:
+        """Where the contents of a buffer stay between steps: the buffer itself, or its place in host memory."""
+        return self._homes.get(id(data), data)
+
+    def load(self, what: Offload) -> Iterator[tuple[()]]:
+        """Bring contents from the host, as a transfer."""
+        for flat, _ in self.paged[what]:
+            flat.restore()
+        return self._copies([(flat.data, home) for flat, home in self.paged[what]])
+
+    def save(self, what: Offload) -> Iterator[tuple[()]]:
+        """Write contents back to the host, as a transfer."""
+        return self._copies([(home, flat.data) for flat, home in self.paged[what]])
+
+    @staticmethod
+    def _copies(pairs: list[tuple[Tensor, Tensor]]) -> Iterator[tuple[()]]:
+        yield ()
+        for target, source in pairs:
+            target.copy_(source, non_blocking=True)
+
+    def free(self, what: Offload) -> None:
+        """Give the memory here back."""
+        for flat, _ in self.paged[what]:
+            flat.release()
 
     @property
     def permanent_bytes(self) -> dict[str, int]:
         """Bytes that stay between steps."""
-        distinct = {id(f): f for f in (self.weights, self.updated, self.acc, self.own, self.value)}.values()
+        distinct = {id(f): f for f in (self.weights, self.updated, self.acc, self.own, self.value)
+                    if id(f.data) not in self._homes}.values()
         kinds = {id(self.weights): "weights", id(self.acc): "gradients", id(self.own): "gradients"}
-        total = {"weights": 0, "gradients": 0, "optimizer": self.optimizer.nbytes}
+        total = {"weights": 0, "gradients": 0, "optimizer": 0 if "optimizer" in self.paged else self.optimizer.nbytes}
         for flat in distinct:
             total[kinds.get(id(flat), "optimizer")] += flat.nbytes
         return total
@@ -114,12 +152,15 @@ class Unit:
         """Update the owned piece."""
         self.weights.wait()
         self.compute.wait()
+        for flat, _ in self.paged.get("optimizer", ()):
+            flat.wait()
         self.optimizer.step(self._value, self._gradient, scale, lr, self._copy)
 
     def _slices(self) -> Iterator[tuple[str, int, int, list[Tensor], int, bool]]:
         """What is stored, by tensors: key, from, to, the values, where the moments lie, whether it is counted here."""
         at = 0
         held = self.weights if self._layout.units[self.index].frozen else self.value
+        held = Flat(held.parts, self.home(held.data), owner=False)
         for c, lo, hi in self._stored:
             for key, a, b, offset in self._layout.slices(self.index, c, lo, hi):
                 values = held.views(c, lo + offset, lo + offset + b - a)
@@ -132,11 +173,11 @@ class Unit:
             for part in flat.parts:
                 for key, a, b, offset in self._layout.slices(self.index, part.column, part.lo, part.hi):
                     at = part.offset + offset
-                    flat.data[at:at + b - a].copy_(read(key, "weights", a, b))
+                    self.home(flat.data)[at:at + b - a].copy_(read(key, "weights", a, b))
         if moments:
             for key, a, b, _, at, _ in self._slices():
                 for kind, state in self.optimizer.state.items():
-                    state[at:at + b - a].copy_(read(key, kind, a, b))
+                    self.home(state)[at:at + b - a].copy_(read(key, kind, a, b))
 
     def pieces(self) -> Iterator[tuple[str, str, int, int, Tensor]]:
         """What this rank writes to a checkpoint: (tensor key, kind, lo, hi, values); over all ranks, everything once.
@@ -147,7 +188,7 @@ class Unit:
             if counted:
                 yield key, "weights", a, b, torch.cat(values)
                 for kind, state in self.optimizer.state.items():
-                    yield key, kind, a, b, state[at:at + b - a]
+                    yield key, kind, a, b, self.home(state)[at:at + b - a]
 
 
 def bind(unit: Unit, modules: dict[int, nn.Module], layout: Layout, rank: int) -> None:

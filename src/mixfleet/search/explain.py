@@ -61,6 +61,7 @@ def summary(search: Search, plan: Plan) -> str:
         for s in pipeline.stages:
             what = f"{_names(search, s.ranks(0))}{f' tp{s.tensor}' if s.tensor > 1 else ''}"
             what += "" if s.recompute == "none" else f" {s.recompute_text} recompute"
+            what += f" {' and '.join(s.offload)} in host memory" if s.offload else ""
             turn, before = turn + (what != before), what
             runs.setdefault((turn, what), [s.blocks[0]]).append(s.blocks[1])
         stages = " | ".join(f"{what} [{':'.join(map(str, cuts))}]" for (_, what), cuts in runs.items())

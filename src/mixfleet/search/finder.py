@@ -17,10 +17,11 @@ from mixfleet.cluster import Cluster
 from mixfleet.cost.money import price_per_hour
 from mixfleet.errors import InputError
 from mixfleet.job import Job
-from mixfleet.plan import Plan, ScheduleName, why_not
+from mixfleet.plan import Offload, Plan, ScheduleName, why_not
 from mixfleet.search.bounds import bound_s, compute_bound_s
 from mixfleet.search.candidates import Candidates
 from mixfleet.search.improve import frugal, neighbours
+from mixfleet.search.miss import most_frugal
 from mixfleet.search.recompute import room_bytes, spared
 from mixfleet.search.reschedule import reschedule
 from mixfleet.search.result import Objective, SearchResult
@@ -41,6 +42,8 @@ SIMULATED, EXACT_SIMULATED = 16, 4000
 """Simulations of templates, and of a space that is enumerated in full."""
 TURNED: tuple[ScheduleName, ...] = ("chimera", "dualpipe", "dualpipe-v")
 """Schedules that place the blocks otherwise, tried on request for the best pipelines."""
+AWAY: tuple[tuple[Offload, ...], ...] = (("optimizer",), ("weights", "optimizer"))
+"""What is kept in host memory where nothing fits without."""
 RELATIVES = 2
 """Simulations of plans that differ only in sharding, placement and sizes, before those of other plans."""
 IMPROVED, ROUNDS, TRIED = 2, 2, 4
@@ -274,6 +277,17 @@ class Search:
             if not self.late():
                 self.judge(reschedule(plan, self.job, self.cluster))
 
+    def offload(self) -> None:
+        """Where nothing fits: the plans that lack least, with optimizer state in host memory, then weights too."""
+        for plan, _ in most_frugal(self.job, self.cluster):
+            for what in AWAY:
+                shard = plan.sharding.replace(weights=1) if "weights" in what else plan.sharding
+                other = plan.replace(sharding=shard, pipelines=tuple(
+                    p.replace(stages=tuple(s.replace(offload=what) for s in p.stages)) for p in plan.pipelines))
+                if why_not(other, self.job, self.cluster) is None and not self.late():
+                    self.considered += 1
+                    self.judge(other)
+
     def distinct(self) -> list[tuple[float, int, Plan]]:
         """The best plan of every family, best first."""
         seen: dict[object, tuple[float, int, Plan]] = {}
@@ -305,6 +319,9 @@ def _found(search: Search, top: int, limits: Limits, schedule_search: bool) -> S
             search.expand(shapes(search.tables, search.classes,
                                  lambda members, wide=wide: search.candidates.choose(  # type: ignore[misc]
                                      members, search.classes, wide=wide)), top)
+    if not search.found:
+        search.offload()
+        exact = exact and not search.found
     if not exact:
         search.schedule()
         search.improve()

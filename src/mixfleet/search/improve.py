@@ -40,6 +40,9 @@ def _moves(plan: Plan, node_of: Sequence[int]) -> Iterator[Plan]:
                 if 0 <= mode < len(MODES):
                     yield from _changed(plan, cuts, lambda p, i=i, mode=mode: _staged(  # type: ignore[misc]
                         p, i, recompute=MODES[mode]))
+            for kind in stage.offload:
+                rest = tuple(other for other in stage.offload if other != kind)
+                yield from _changed(plan, cuts, lambda p, i=i, rest=rest: _staged(p, i, offload=rest))  # type: ignore[misc]
         sizes = {first.micro_batch * 2, first.micro_batch // 2, first.micro_batch + 1, first.micro_batch - 1}
         for size in sorted(sizes - {first.micro_batch}):
             yield from _changed(plan, cuts, lambda p, size=size: p.replace(  # type: ignore[misc]

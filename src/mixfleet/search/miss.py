@@ -30,7 +30,7 @@ def nearest_miss(search: Search) -> NearestMiss | None:
     from mixfleet.search.explain import summary
 
     misses = dict(search.misses)
-    frugal = min(_most_frugal(search.job, search.cluster), key=lambda rated: _lack(rated[1]), default=None)
+    frugal = min(most_frugal(search.job, search.cluster), key=lambda rated: _lack(rated[1]), default=None)
     if frugal:
         misses[frugal[0]] = predict(frugal[0], search.job, search.cluster, sent=False)
     if not misses:
@@ -46,7 +46,7 @@ def _lack(prediction: Prediction) -> float:
     return max(d.lacks_bytes / d.capacity_bytes for d in prediction.devices)
 
 
-def _most_frugal(job: Job, cluster: Cluster) -> list[tuple[Plan, Prediction]]:
+def most_frugal(job: Job, cluster: Cluster) -> list[tuple[Plan, Prediction]]:
     """Plans cut by memory alone: micro-batch 1, full recompute, all state sharded over all replicas.
 
     Their predictions are of a batch just large enough to fill the pipelines: what is held does not grow beyond that.
@@ -127,7 +127,7 @@ def _grown(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
 
 
 def _fits(job: Job, cluster: Cluster) -> bool:
-    return any(prediction.fits for _, prediction in _most_frugal(job, cluster))
+    return any(prediction.fits for _, prediction in most_frugal(job, cluster))
 
 
 def _types(job: Job) -> Iterator[tuple[str, Job]]:

@@ -8,13 +8,19 @@ a stream, since the stream's order implies the others. A test holds the two equa
 from __future__ import annotations
 
 from mixfleet.program.action import (
+    FREE_STATE,
+    FREE_WEIGHTS,
     GATHER,
+    LOAD_STATE,
+    LOAD_WEIGHTS,
     NORM,
     PUBLISH,
     RECV_ACT,
     RECV_GRAD,
     REDUCE,
     RELEASE,
+    SAVE_STATE,
+    SAVE_WEIGHTS,
     SEND_ACT,
     SEND_GRAD,
     STEP,
@@ -35,7 +41,8 @@ def hazards(actions: tuple[Action, ...], layout: Layout) -> list[tuple[int, ...]
     some_tied = any(tied)
     used, computed = [-1] * count, [-1] * count  # last F or B that read the weights; last B of the gradient
     ready, moved = [-1] * count, [-1] * count  # last G or X; last R or Y
-    stepped = [-1] * count
+    stepped, loaded, saved = [-1] * count, [-1] * count, [-1] * count
+    loads = any(a.op == LOAD_WEIGHTS for a in actions)
     received: dict[tuple[str, int, int], int] = {}
     made: dict[tuple[str, int, int], int] = {}
     reduced = -1
@@ -64,9 +71,19 @@ def hazards(actions: tuple[Action, ...], layout: Layout) -> list[tuple[int, ...]
                     made[B, lo, mb] = i
             before.discard(-1)
             needs = tuple(sorted(before))
-        elif op in (GATHER, RELEASE):
+        elif op in (GATHER, RELEASE, LOAD_WEIGHTS, FREE_WEIGHTS):
             needs = (used[lo],)
             ready[lo] = i
+        elif op == LOAD_STATE:
+            loaded[lo] = i
+        elif op == SAVE_WEIGHTS:
+            needs = (ready[lo],)
+            used[lo] = i
+        elif op == SAVE_STATE:
+            needs = (stepped[lo],)
+            saved[lo] = i
+        elif op == FREE_STATE:
+            needs = (saved[lo],)
         elif op in (REDUCE, SYNC):
             needs = (computed[lo],)
             moved[lo] = reduced = i
@@ -79,8 +96,14 @@ def hazards(actions: tuple[Action, ...], layout: Layout) -> list[tuple[int, ...]
         elif op == NORM:
             needs = (reduced,)
         elif op == STEP:
-            stepped[lo] = i  # behind the computing that used the last gather
+            # Without loads it stands behind the computing that used the last gather.
+            needs = tuple(sorted({loaded[lo], ready[lo] if loads else -1} - {-1}))
+            stepped[lo] = i
+            if loads:
+                ready[lo] = i
         elif op == PUBLISH:
             needs = (stepped[lo],)
+            if loads:
+                ready[lo] = i
         found.append(needs if needs != (-1,) else ())
     return found

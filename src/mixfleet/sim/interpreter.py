@@ -11,18 +11,23 @@ from typing import NamedTuple
 
 from mixfleet.cluster import Cluster
 from mixfleet.cost.clock import held_cost
-from mixfleet.cost.kernels import accumulate_s, optimizer_s
+from mixfleet.cost.kernels import accumulate_s, host_copy_s, optimizer_s
+from mixfleet.cost.memory import state_bytes
 from mixfleet.cost.network import Ports, collective_s
 from mixfleet.job import Job
 from mixfleet.model.spec import Block, TensorComm
 from mixfleet.plan import Plan, Stage
 from mixfleet.program.action import (
     GATHER,
+    LOAD_STATE,
+    LOAD_WEIGHTS,
     NORM,
     PUBLISH,
     RECV_ACT,
     RECV_GRAD,
     REDUCE,
+    SAVE_STATE,
+    SAVE_WEIGHTS,
     SEND_ACT,
     SEND_GRAD,
     STEP,
@@ -52,6 +57,17 @@ _SENDER = {SEND_ACT: SEND_ACT, RECV_ACT: SEND_ACT, SEND_GRAD: SEND_GRAD, RECV_GR
 CATEGORY = {SEND_ACT: "send", SEND_GRAD: "send", RECV_ACT: "recv", RECV_GRAD: "recv", GATHER: "gather",
             PUBLISH: "gather", REDUCE: "reduce", SYNC: "reduce", NORM: "optimizer"}
 """Of the actions that communicate. The norm counts as part of the optimizer step, as where it is measured."""
+HOST = {LOAD_WEIGHTS: "load", LOAD_STATE: "load", SAVE_WEIGHTS: "save", SAVE_STATE: "save"}
+"""Category of the actions that move state between a device and its host."""
+
+
+def host_bytes(layout: Layout, job: Job, unit: int, post: int, op: str) -> int:
+    """Bytes that such an action moves for a unit."""
+    if op in (LOAD_WEIGHTS, SAVE_WEIGHTS):
+        return layout.compute_elements(unit, post) * job.bytes.weight_bytes
+    pieces = [layout.piece("optimizer", unit, c, layout.places[post].replica) for c in layout.held(unit, post)]
+    state = state_bytes(job, 0, 0, sum(hi - lo for lo, hi in pieces))
+    return state.master + state.moments
 
 
 class Part(NamedTuple):
@@ -386,12 +402,14 @@ class Pricing:
         """What a compute action is made of, in order."""
         if action.op in (F, B, I, W):
             key: tuple[object, ...] = (self.kind(e), action.op, action.lo, action.hi, micro_batch)
-        elif action.op == STEP:
-            key = (e, STEP, self._alike[action.lo])
+        elif action.op == STEP or action.op in HOST:
+            key = (e, action.op, self._alike[action.lo])
         else:
             return ()
         if key not in self._known:
-            made = self._step(e, self._alike[action.lo]) if action.op == STEP else self._blocks(e, action, micro_batch)
+            first = self._alike[action.lo]
+            made = (self._step(e, first) if action.op == STEP else self._copy(e, action.op, first) if action.op in HOST
+                    else self._blocks(e, action, micro_batch))
             self._known[key] = tuple(Part(c, ns) for c, s in made if (ns := round(s * NS_PER_S)))
         return self._known[key]
 
@@ -431,6 +449,12 @@ class Pricing:
         if action.op == I:
             backward -= weight
         return [("recompute", recompute), ("backward", backward), ("tensor", tensor)]
+
+    def _copy(self, e: int, op: str, unit: int) -> list[tuple[str, float]]:
+        """Loading or saving a unit's weights, or the optimizer's state of the piece that a rank owns."""
+        entity = self._entities[e]
+        sizes = [host_bytes(self._layout, self._job, unit, post, op) for post in entity.posts]
+        return [(HOST[op], max(host_copy_s(n, self._cluster.devices[r]) for r, n in zip(entity.ranks, sizes)))]
 
     def _step(self, e: int, unit: int) -> list[tuple[str, float]]:
         layout, entity = self._layout, self._entities[e]

@@ -26,8 +26,12 @@ from mixfleet.cost.memory import (
 from mixfleet.job import Job
 from mixfleet.plan import Plan
 from mixfleet.program.action import (
+    FREE_STATE,
+    FREE_WEIGHTS,
     GATHER,
     JOINT,
+    LOAD_STATE,
+    LOAD_WEIGHTS,
     RECV_ACT,
     RECV_GRAD,
     REDUCE,
@@ -43,13 +47,14 @@ from mixfleet.program.action import (
     boundary,
 )
 from mixfleet.program.layout import Kind, Layout
-from mixfleet.sim.interpreter import Row
+from mixfleet.sim.interpreter import Row, host_bytes
 from mixfleet.sim.traffic import alike
 
 HOLDS = ("weights", "gradients", "master", "moments", "activations", "messages", "gathered weights",
-         "gradient buffers", "recomputed", "workspace", "optimizer temporaries")
+         "gradient buffers", "recomputed", "workspace", "optimizer temporaries", "loaded state", "offloaded state")
 """What tensors are held for. A breakdown has besides `framework` and `allocator`."""
-_WEIGHTS, _GRADIENTS, _MASTER, _MOMENTS, _SAVED, _MESSAGES, _GATHERED, _BUFFERS, _AGAIN, _WORK, _OPTIMIZER = range(11)
+_WEIGHTS, _GRADIENTS, _MASTER, _MOMENTS, _SAVED, _MESSAGES, _GATHERED = range(7)
+_BUFFERS, _AGAIN, _WORK, _OPTIMIZER, _LOADED, _AWAY = range(7, 13)
 
 
 class Peak(NamedTuple):
@@ -96,8 +101,19 @@ def static(layout: Layout, job: Job, rank: int) -> Static:
         owned = n * sum(hi - lo for lo, hi in pieces["optimizer"])
         own += 0 if _inside(pieces["optimizer"], pieces["gradients"]) else owned
         updated += 0 if _inside(pieces["optimizer"], pieces["weights"]) else owned
-    state = state_bytes(job, totals["weights"] + updated, totals["gradients"] + own, totals["optimizer"])
-    return Static(*state)
+    away = layout.plan.pipelines[place.pipeline].stages[place.stage].offload
+    weights = 0 if "weights" in away else totals["weights"] + updated
+    state = state_bytes(job, weights, totals["gradients"] + own, totals["optimizer"])
+    return Static(*state[:2], 0, 0) if "optimizer" in away else Static(*state)
+
+
+def offloaded(layout: Layout, job: Job, post: int) -> int:
+    """Bytes of state that a post keeps in host memory."""
+    place = layout.places[post]
+    ops = {"weights": LOAD_WEIGHTS, "optimizer": LOAD_STATE}
+    return sum(host_bytes(layout, job, u, post, ops[kind])
+               for kind in layout.plan.pipelines[place.pipeline].stages[place.stage].offload
+               for u in layout.units_of_stage(place.pipeline, place.stage))
 
 
 _KINDS: tuple[Kind, ...] = ("weights", "gradients", "optimizer")
@@ -124,6 +140,8 @@ def follow(row: Row, rank: int, plan: Plan, job: Job, cluster: Cluster, layout: 
     events = sorted(event for seat, post in enumerate(posts)
                     for event in _Walk(row, seat, post, plan, job, device, layout).events())
     state = Static(*map(sum, zip(*(static(layout, job, post) for post in posts))))
+    if device.kind == "cpu":  # what is offloaded stays in the same memory
+        events = [(0, sum(offloaded(layout, job, post) for post in posts), _AWAY, -1), *events]
     return _peaks(events, state, row, allocator_factor(device), framework_bytes(device, groups))
 
 
@@ -266,12 +284,18 @@ class _Walk:
             elif op in (GATHER, RELEASE):
                 nbytes = self._unit(action.lo)[0] * self._job.bytes.weight_bytes
                 add((start, nbytes, _GATHERED, i) if op == GATHER else (end, -nbytes, _GATHERED, i))
+            elif op in (LOAD_WEIGHTS, LOAD_STATE):
+                add((start, host_bytes(self._layout, self._job, self._alike[action.lo], self._post, op), _LOADED, i))
+            elif op in (FREE_WEIGHTS, FREE_STATE):
+                kind = LOAD_WEIGHTS if op == FREE_WEIGHTS else LOAD_STATE
+                add((end, -host_bytes(self._layout, self._job, self._alike[action.lo], self._post, kind), _LOADED, i))
             elif op == REDUCE and action.lo in buffers:
                 buffers.remove(action.lo)
                 add((end, -self._gradient(action.lo), _BUFFERS, i))
             elif op == STEP:
                 owned = self._unit(action.lo)[1]
-                add((start, state_bytes(self._job, 0, 0, owned).moments, _MOMENTS, i))
+                if "optimizer" not in self._stage.offload:
+                    add((start, state_bytes(self._job, 0, 0, owned).moments, _MOMENTS, i))
                 nbytes = optimizer_temporary_bytes(owned, self._job)
                 if nbytes:
                     add((start, nbytes, _OPTIMIZER, i))

@@ -21,7 +21,7 @@ from mixfleet.program.lower import lower
 from mixfleet.schedule.named import SCHEDULES
 from mixfleet.schedule.properties import in_flight
 from mixfleet.sim.interpreter import CATEGORY, Played, Row, play
-from mixfleet.sim.memory import Memory, Peak, follow
+from mixfleet.sim.memory import Memory, Peak, follow, offloaded
 from mixfleet.sim.sent import Sent, bytes_sent
 from mixfleet.spec import Spec
 from mixfleet.trace import MemoryMark, Span, Trace
@@ -58,6 +58,8 @@ class DeviceUse(Spec, frozen=True, kw_only=True):
     """Bytes at the peak, by what holds them."""
     more: tuple[tuple[int, int], ...] = ()
     """Where else it stands: (pipeline, stage)."""
+    host_bytes: int = 0
+    """What it keeps in the memory of its node instead (`Stage.offload`)."""
 
     @property
     def lacks_bytes(self) -> int:
@@ -162,7 +164,8 @@ def _predicted(plan: Plan, job: Job, cluster: Cluster, trace: bool, sent: bool) 
                 for r, row in enumerate(played.rows) for rank in _kinds(row, cluster).values()}
     record = _trace(played, memories if trace else {}, plan, job, cluster, named=trace)
     step_s = played.end_ns / NS_PER_S
-    devices = _devices(played, memories, cluster, tr.utilization(record))
+    devices = _devices(played, memories, job, cluster, layout, tr.utilization(record))
+    crowded = tuple(_crowded(devices, cluster))
     used = [cluster.devices[rank] for rank in plan.ranks]
     mfu, hfu = tr.flop_utilization(record)
     exposed = tr.mean_exposed(record)
@@ -170,7 +173,8 @@ def _predicted(plan: Plan, job: Job, cluster: Cluster, trace: bool, sent: bool) 
     return Prediction(
         step_s=step_s, tokens_per_s=job.tokens_per_step / step_s, samples_per_s=job.global_batch / step_s,
         mfu=mfu, hfu=hfu, bubble=tr.bubble(record), exposed_s=exposed, devices=devices,
-        fits=all(d.fits for d in devices), reasons=tuple(_reasons(devices, plan, job, cluster)),
+        fits=all(d.fits for d in devices) and not crowded,
+        reasons=(*_reasons(devices, plan, job, cluster), *crowded),
         bound=_bound(critical, devices), critical=critical, cost_per_step=step_price(used, step_s),
         cost_per_million_tokens=price_per_million_tokens(used, step_s, job.tokens_per_step),
         energy_j=step_energy_j(used, step_s),
@@ -216,7 +220,7 @@ def _trace(played: Played, memories: dict[tuple[int, int], Memory], plan: Plan, 
             name = str(action) if named else ""
             if parts:
                 for part in parts:
-                    spans.append(Span(device, "compute", name, part.category, start, start + part.ns))
+                    spans.append(Span(device, stream_of(action)[0], name, part.category, start, start + part.ns))
                     start += part.ns
             elif end > start:
                 spans.append(Span(device, stream_of(action)[0], name, CATEGORY[action.op], start, end))
@@ -247,7 +251,17 @@ def _phase(action: Action | None) -> str:
     return f"{what}, {blocks}"
 
 
-def _devices(played: Played, memories: dict[tuple[int, int], Memory], cluster: Cluster,
+def _crowded(devices: tuple[DeviceUse, ...], cluster: Cluster) -> Iterable[str]:
+    """Nodes whose host memory is too small for what their GPUs keep there."""
+    for node in cluster.nodes:
+        held = sum(d.host_bytes for d in devices if d.node == node.name and cluster.devices[d.rank].kind == "gpu")
+        if held > node.host_memory_bytes:
+            yield (f"node {node.name} lacks {show_bytes(held - node.host_memory_bytes)} of host memory: what its "
+                   f"devices offload takes {show_bytes(held)} of {show_bytes(node.host_memory_bytes)}. Try `offload` "
+                   "on fewer stages, or sharding.optimizer over more replicas")
+
+
+def _devices(played: Played, memories: dict[tuple[int, int], Memory], job: Job, cluster: Cluster, layout: Layout,
              busy: dict[int, float]) -> tuple[DeviceUse, ...]:
     found = []
     for r, row in enumerate(played.rows):
@@ -263,7 +277,8 @@ def _devices(played: Played, memories: dict[tuple[int, int], Memory], cluster: C
                     fresh_bytes=answers[device].fresh.total_bytes, resumed_bytes=answers[device].resumed.total_bytes,
                     peak_bytes=used[device].total_bytes, phase=_phase(used[device].action),
                     peak_s=used[device].time_ns / NS_PER_S, breakdown=used[device].breakdown,
-                    more=tuple((seat.pipeline, seat.stage) for seat in row.seats[1:])))
+                    more=tuple((seat.pipeline, seat.stage) for seat in row.seats[1:]),
+                    host_bytes=sum(offloaded(layout, job, post) for post in layout.posts_of(rank))))
     return tuple(sorted(found, key=lambda d: d.rank))
 
 
@@ -295,7 +310,8 @@ def _bound(critical: tuple[Share, ...], devices: tuple[DeviceUse, ...]) -> str:
     (what, where), fraction = max(groups.items(), key=lambda item: item[1])
     names = {"compute": f"computing of {where}", "tensor": f"tensor-parallel communication of {where}",
              "send": f"sends through {where}", "recv": f"sends through {where}",
-             "gather": f"gathering weights through {where}", "reduce": f"reducing gradients through {where}"}
+             "gather": f"gathering weights through {where}", "reduce": f"reducing gradients through {where}",
+             "load": f"loading from the host of {where}", "save": f"saving to the host of {where}"}
     return f"{names[what]} ({fraction:.0%} of the chain that sets the step's length)"
 
 
