@@ -3,8 +3,9 @@
     python benchmarks/accuracy.py TABLE.csv [--runs N] [--scan]
 
 TABLE.csv holds published training runs, one metric per row; `mixfleet validate TABLE.csv` states the errors of all of
-them. Here sources weigh equally, whatever their number of runs, and half of them are held out: coefficients were
-chosen on the others. What a table of this kind leaves open is settled in `mixfleet.calibrate.published`.
+them. Here sources weigh equally, whatever their number of runs. `--scan` tries the coefficients chosen on whole
+steps and leaves one source out at a time. What a table of this kind leaves open is settled in
+`mixfleet.calibrate.published`, what frameworks do otherwise in `mixfleet.calibrate.frameworks`.
 """
 
 from __future__ import annotations
@@ -20,8 +21,6 @@ from pathlib import Path
 from mixfleet.calibrate.published import Case, Score, read, scores
 from mixfleet.catalog import efficiency
 
-LOOKED_AT = ("bsv100", "llmfoundry", "neusight", "simumax", "vtrain")
-"""Sources on which coefficients were chosen; all others are held out."""
 GROUP = 4
 """Fewest measured configurations of one model, batch and number of GPUs to choose among."""
 
@@ -54,9 +53,9 @@ def scan(by_source: dict[str, list[Case]]) -> None:
         print(f"| {source} | {sustained:.2f}, {launch_s * 1e6:.0f} us, {throttle} | {own[best]:.1%} |")
 
 
-def line(name: str, group: str, found: Sequence[Score]) -> tuple[str, float, float]:
+def line(name: str, found: Sequence[Score]) -> tuple[str, float, float]:
     """A row of the table, and the medians of both errors; NaN where the source publishes none."""
-    cells, middles = [name, group], []
+    cells, middles = [name], []
     for errs in (errors(found, "step_s"), errors(found, "peak_bytes")):
         size = sorted(map(abs, errs))
         middles.append(statistics.median(size) if size else float("nan"))
@@ -101,19 +100,17 @@ def main() -> None:
              for source, found in sorted(by_source.items())}
     if options.scan:
         return scan(drawn)
-    print("| source | use | runs | bias | median | mean | 90 % below | memory runs | bias | median | mean | 90 % below "
+    print("| source | runs | bias | median | mean | 90 % below | memory runs | bias | median | mean | 90 % below "
           "| judged not to fit |")
-    print("| --- | --- |" + " --: |" * 11, flush=True)
-    for group, names in (("looked at", LOOKED_AT), ("held out", [s for s in drawn if s not in LOOKED_AT])):
-        middles = []
-        for name in names:
-            if name in drawn:
-                text, *both = line(name, group, list(scores(drawn[name], Counter())))
-                print(text, flush=True)
-                middles.append(both)
-        step, memory = ([m for m in column if m == m] for column in zip(*middles))
-        print(f"| **mean of sources** | {group} | | | **{statistics.mean(step):.0%}** | | | | "
-              f"| **{statistics.mean(memory):.0%}** | | | |", flush=True)
+    print("| --- |" + " --: |" * 11, flush=True)
+    middles = []
+    for name, cases in drawn.items():
+        text, *both = line(name, list(scores(cases, Counter())))
+        print(text, flush=True)
+        middles.append(both)
+    for what, middle in (("mean", statistics.mean), ("median", statistics.median)):
+        step, memory = (middle([m for m in column if m == m]) for column in zip(*middles))
+        print(f"| **{what} of medians** | | | **{step:.0%}** | | | | | **{memory:.0%}** | | | |")
 
 
 if __name__ == "__main__":
