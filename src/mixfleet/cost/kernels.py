@@ -12,6 +12,8 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
+import numpy as np
+
 from mixfleet.catalog.efficiency import (
     DEFAULT,
     EFFICIENCY,
@@ -23,6 +25,7 @@ from mixfleet.catalog.efficiency import (
     SUSTAINED,
 )
 from mixfleet.cluster import BlockTime, Device
+from mixfleet.cost import query
 from mixfleet.errors import InputError
 from mixfleet.job import PRECISIONS, Job
 from mixfleet.model.spec import Block, Op
@@ -199,10 +202,6 @@ def _learned_s(op: Op, size: tuple[int, int, int, float], device: Device, dtype:
 @lru_cache(maxsize=100_000)
 def _products_s(batch: float, m: float, n: float, k: float, device: Device, dtype: str) -> tuple[float, float, float]:
     """Seconds of C = A B and of the gradients of A and B."""
-    import numpy as np
-
-    from mixfleet.cost import query
-
     times = query.gemm([m, m, k], [n, k, n], [k, n, m], device, batch=batch, dtype=dtype)
     first, second, third = np.maximum(times.time_s - times.floor_s, times.ceiling_s)
     return float(first), float(second), float(third)
@@ -211,8 +210,6 @@ def _products_s(batch: float, m: float, n: float, k: float, device: Device, dtyp
 @lru_cache(maxsize=100_000)
 def _attention_s(batch: float, q: float, kv: float, heads: float, kv_heads: float, qk_dim: float, v_dim: float,
                  causal: bool, window: int, device: Device, dtype: str) -> float:
-    from mixfleet.cost import query
-
     times = query.predict("attention", {
         "batch": batch, "q_len": q, "kv_len": kv, "heads": heads, "kv_heads": kv_heads,
         "head_dim": (qk_dim + v_dim) / 2, "causal": causal, "window": window, "dtype": dtype}, device)

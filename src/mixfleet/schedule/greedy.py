@@ -83,12 +83,10 @@ class Rule(NamedTuple):
 
 def makespan(work: Work, orders: Orders) -> float:
     """Seconds of one step when every device keeps its order; infinite if the orders wait for each other."""
-    return max((end for _, end in timeline(work, orders).values()), default=0.0) if _complete(work, orders) \
-        else float("inf")
-
-
-def _complete(work: Work, orders: Orders) -> bool:
-    return len(timeline(work, orders)) == sum(map(len, orders))
+    done = timeline(work, orders)
+    if len(done) < sum(map(len, orders)):
+        return float("inf")
+    return max((end for _, end in done.values()), default=0.0)
 
 
 def timeline(work: Work, orders: Orders) -> dict[Step, tuple[float, float]]:
