@@ -165,6 +165,8 @@ def test_the_search_offloads_where_nothing_else_fits() -> None:
     assert away_of(found(0.8, 10**12)) == ("optimizer",)
     assert set(away_of(found(0.55, 10**12))) == set(BOTH)
     assert found(0.8, 0).best is None  # type: ignore[attr-defined]
+    small = sim_toys.cluster(device.replace(memory_bytes=framework + int(0.8 * whole)))
+    assert "`offload: [optimizer]`" in predict(sim_toys.straight((0, 12), 2), job_, small).reasons[0]
 
 
 _TIED = {"figures": {"tied": True}}

@@ -382,6 +382,8 @@ def _advice(use: DeviceUse, plan: Plan, job: Job, device: Device) -> str:
                         f"{plan.sharding.gradients}, optimizer {plan.sharding.optimizer})")
         elif replicas == 1:
             tips.append("more stages or tensor parallelism (with one replica there is nothing to shard)")
+        if device.kind == "gpu" and device.pcie_Bps and "optimizer" not in stage.offload:
+            tips.append("`offload: [optimizer]`")
         if stage.size > 1 and len(pipeline.stages) > 1:
             tips.append(f"fewer than {stage.size} blocks here")
     note = attention_note([(job.model.blocks[b], mode) for b, mode in stage.modes.items()], pipeline.micro_batch,
