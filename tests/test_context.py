@@ -152,9 +152,9 @@ def test_saved_bytes_are_those_of_the_modules(attention: Any, recompute: Any, sh
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             layer(torch.randn(3, length // tensor, 48, requires_grad=True))
         keeps = ("selective", "full") if recompute == "selective" else ("none", "selective", "full")
-        want = sum(s.size.at(3, length, tensor, seq_len / length) * (s.bytes_per_element or 4)
+        want = sum(s.size.at(3, length, tensor, seq_len / length) * s.element_bytes(4)
                    for s in model.blocks[1].saved
-                   if s.until in keeps and not (attention == "fused" and s.unfused_only))
+                   if s.until in keeps and s.held("cpu", fused=attention == "fused"))
         assert want == pytest.approx(sum(kept.values()), rel=0.05)
 
 

@@ -71,8 +71,8 @@ def saved_bytes(block: Block, micro_batch: int, seq_len: int, tensor: int, devic
     fused, frozen = fused_attention(device, job), block.trained_part == 0
     kept = _KEPT[recompute]
     return round(sum(
-        tensor_.size.at(micro_batch, seq_len, tensor, context) * (tensor_.bytes_per_element or job.bytes.compute_bytes)
-        for tensor_ in block.saved if tensor_.until in kept and not (fused and tensor_.unfused_only)
+        tensor_.size.at(micro_batch, seq_len, tensor, context) * tensor_.element_bytes(job.bytes.compute_bytes)
+        for tensor_ in block.saved if tensor_.until in kept and tensor_.held(device.kind, fused=fused)
         and not (frozen and tensor_.for_weights)))
 
 

@@ -20,6 +20,7 @@ from mixfleet.model.parts import (
     mlp,
     moe,
     norm,
+    norm_input,
     residual,
     scatter,
 )
@@ -67,7 +68,7 @@ def _embedding(c: TransformerConfig) -> Part:
             table = Param(name=f"{name}.weight", shape=(rows, c.hidden), role="embedding")
             part += Part(params=(table,)) + elementwise(name, SHARD, c.hidden, (3, 1))
     if c.embedding_norm:
-        part += keep("norm.input", SHARD * c.hidden) + norm("norm", SHARD, c.hidden, c.norm)
+        part += norm_input("norm.input", SHARD * c.hidden, c.norm) + norm("norm", SHARD, c.hidden, c.norm)
     return part
 
 
@@ -97,15 +98,15 @@ def _layer(c: TransformerConfig, routed: bool, window: int) -> Block:
 
     part = keep("input", SHARD * c.hidden, "full")
     if c.norm_position == "post":
-        part += attend(Part()) + residual("add1", c.hidden) + keep("norm1.input", SHARD * c.hidden)
+        part += attend(Part()) + residual("add1", c.hidden) + norm_input("norm1.input", SHARD * c.hidden, c.norm)
         part += feed(normed("norm1")) + residual("add2", c.hidden)
-        part += keep("norm2.input", SHARD * c.hidden) + normed("norm2")
+        part += norm_input("norm2.input", SHARD * c.hidden, c.norm) + normed("norm2")
     elif c.parallel:
         part += attend(normed("norm1")) + feed(normed("norm2"), ends=False)  # the sum of both is scattered once
         part += residual("add1", c.hidden) + residual("add2", c.hidden)
     else:
         part += attend(normed("norm1")) + after("attention.norm") + residual("add1", c.hidden)
-        part += keep("norm2.input", SHARD * c.hidden)
+        part += norm_input("norm2.input", SHARD * c.hidden, c.norm)
         part += feed(normed("norm2")) + after("mlp.norm") + residual("add2", c.hidden)
 
     wide = c.ffn
@@ -132,7 +133,8 @@ def _head(c: TransformerConfig) -> Block:
     if c.head_transform:
         part += linear("transform", SHARD, c.hidden, c.hidden, bias=True)
         part += elementwise("transform.activation", SHARD, c.hidden, (2, 3))
-        part += keep("transform.out", SHARD * c.hidden) + keep("norm.input", SHARD * c.hidden)
+        part += keep("transform.out", SHARD * c.hidden)
+        part += norm_input("norm.input", SHARD * c.hidden, c.norm)
         part += norm("norm", SHARD, c.hidden, c.norm)
     if c.embedding_dim:
         width = c.embedding_dim
@@ -147,7 +149,8 @@ def _head(c: TransformerConfig) -> Block:
     loss = Op(name="loss", kind="loss", shape={"rows": ROWS, "cols": Size.of(c.vocab) / T}, flops=Size(),
               backward_flops=Size(), traffic=4 * local, backward_traffic=5 * local)
     part += logits + Part(ops=(loss,)) + keep("logits", local) + keep("targets", ROWS, "full", 8)
-    part += keep("loss.logsumexp", ROWS, bytes_per_element=4) + keep("loss.local_targets", ROWS, bytes_per_element=8)
+    part += keep("loss.logsumexp", ROWS, bytes_per_element="wide")
+    part += keep("loss.local_targets", ROWS, bytes_per_element=8)
     part += keep("loss.masks", 2 * ROWS, bytes_per_element=1)
     part += Part(comms=(TensorComm(op="all_reduce", phase="forward", size=ROWS, bytes_per_element=4),
                         TensorComm(op="all_reduce", phase="forward", size=2 * ROWS, bytes_per_element=4)))

@@ -34,10 +34,18 @@ class Part:
 
 
 def keep(name: str, size: Size, until: Literal["none", "selective", "full"] = "selective",
-         bytes_per_element: int | None = None, *, for_weights: bool = False) -> Part:
+         bytes_per_element: int | Literal["wide", "copy", "long"] | None = None, *, for_weights: bool = False,
+         device: Literal["", "gpu", "cpu"] = "") -> Part:
     """A tensor that backward needs, or only the gradient of a weight."""
     return Part(saved=(Saved(name=name, size=size, until=until, bytes_per_element=bytes_per_element,
-                             for_weights=for_weights),))
+                             for_weights=for_weights, device=device),))
+
+
+def norm_input(name: str, size: Size, kind: str) -> Part:
+    """The input of a norm, where nothing else keeps it. On a CPU RMSNorm works on an fp32 copy of 16-bit inputs."""
+    if kind == "layernorm":
+        return keep(name, size)
+    return keep(name, size, device="gpu") + keep(name, size, bytes_per_element="long", device="cpu")
 
 
 def elementwise(name: str, rows: Size, cols: Size | float, passes: tuple[float, float]) -> Part:
@@ -80,8 +88,13 @@ def norm(name: str, rows: Size, width: int, kind: str) -> Part:
     size = rows * width
     op = Op(name=name, kind="norm", shape={"rows": rows, "cols": Size.of(width)}, flops=Size(), backward_flops=Size(),
             traffic=2 * size, backward_traffic=3 * size)
-    return Part(params=tuple(params), ops=(op,)) + keep(
-        f"{name}.statistics", (2 if kind == "layernorm" else 1) * rows, bytes_per_element=4)
+    part, statistics = Part(params=tuple(params), ops=(op,)), f"{name}.statistics"
+    if kind == "layernorm":
+        return part + keep(statistics, 2 * rows, bytes_per_element="wide", device="gpu") + keep(
+            statistics, 2 * rows, device="cpu")
+    return part + keep(statistics, rows, bytes_per_element="wide") + keep(
+        f"{name}.copy", size, bytes_per_element="copy", device="cpu") + keep(
+        f"{name}.normalized", size, bytes_per_element="wide", for_weights=True, device="cpu")
 
 
 def gather(width: int) -> Part:
@@ -118,7 +131,7 @@ def attention(c: TransformerConfig, window: int, input_part: Part) -> Part:
     if c.qk_norm:
         for name, heads in (("q", c.heads), ("k", c.kv_heads)):
             rows = ROWS * heads / T
-            part += keep(f"attention.{name}_raw", rows * c.head_dim)
+            part += norm_input(f"attention.{name}_raw", rows * c.head_dim, "rmsnorm")
             part += norm(f"attention.{name}_norm", rows, c.head_dim, "rmsnorm")
     if c.position == "rotary":
         part += elementwise("attention.rotate", ROWS, Size.of(c.rotary_fraction * (q + kv)) / T, (2, 2))
@@ -154,7 +167,7 @@ def core(heads: int, kv_heads: int, qk_dim: int, v_dim: int, window: int, *, cau
     return Part(ops=(op,), context=exchange, saved=(
         Saved(name="attention.kv_of_others", size=keys * WHOLE + -1 * keys * S, until="none"),
         *eager,
-        Saved(name="attention.logsumexp", size=B * local * S, until="none", bytes_per_element=4),
+        Saved(name="attention.logsumexp", size=B * local * S, until="none", bytes_per_element="wide", fused_only=True),
         Saved(name="attention.out", size=B * local * S * v_dim)))
 
 
@@ -169,7 +182,7 @@ def latent_attention(c: TransformerConfig, latent: Latent) -> Part:
         rows = SHARD
         part += keep("attention.input", SHARD * c.hidden)
         part += linear("attention.q_down", rows, c.hidden, latent.q_rank, bias=c.attention_bias)
-        part += keep("attention.q_latent_raw", rows * latent.q_rank)
+        part += norm_input("attention.q_latent_raw", rows * latent.q_rank, "rmsnorm")
         part += norm("attention.q_latent_norm", rows, latent.q_rank, "rmsnorm") + gathered(
             "attention.q_latent", latent.q_rank)
         part += linear("attention.q", ROWS, latent.q_rank, c.heads * qk, cut="out")
@@ -178,7 +191,7 @@ def latent_attention(c: TransformerConfig, latent: Latent) -> Part:
         part += gathered("attention.input", c.hidden)
         part += linear("attention.q", ROWS, c.hidden, c.heads * qk, cut="out")
     part += linear("attention.kv_down", rows, c.hidden, latent.kv_rank + latent.rope_dim, bias=c.attention_bias)
-    part += keep("attention.kv_latent_raw", rows * (latent.kv_rank + latent.rope_dim))
+    part += norm_input("attention.kv_latent_raw", rows * (latent.kv_rank + latent.rope_dim), "rmsnorm")
     part += norm("attention.kv_latent_norm", rows, latent.kv_rank, "rmsnorm")
     part += keep("attention.kv_latent", ROWS * latent.kv_rank)
     if latent.q_rank:

@@ -126,12 +126,29 @@ class Saved(Spec, frozen=True, kw_only=True):
     name: str
     size: Size
     until: Literal["none", "selective", "full"] = "selective"
-    bytes_per_element: int | None = None
-    """None: the compute type of the job; 1 for masks, 4 for fp32 statistics, 8 for indices."""
+    bytes_per_element: int | Literal["wide", "copy", "long"] | None = None
+    """None: the compute type of the job; 1 for masks, 8 for indices; `wide`: fp32, or the compute type if that is
+    wider; `copy`: fp32 beside 16 bits, nothing beside others; `long`: nothing for 16 bits, else the compute type."""
+    device: Literal["", "gpu", "cpu"] = ""
+    """Kept on such devices only: CPUs have no kernel for RMSNorm, so its steps keep tensors of their own, in fp32."""
     for_weights: bool = False
     """Only the gradients of weights need it: a block whose weights are frozen does not keep it."""
+    fused_only: bool = False
+    """Held only where attention is fused: statistics of its rows."""
     unfused_only: bool = False
     """Held only where attention is not fused (no flash attention): the s*s scores."""
+
+
+    def element_bytes(self, compute_bytes: int) -> int:
+        """Bytes per element where the compute type has so many."""
+        wide = max(4, compute_bytes)
+        special = {None: compute_bytes, "wide": wide, "copy": wide if compute_bytes < 4 else 0,
+                   "long": compute_bytes if compute_bytes >= 4 else 0}
+        return self.bytes_per_element if isinstance(self.bytes_per_element, int) else special[self.bytes_per_element]
+
+    def held(self, device: str, *, fused: bool) -> bool:
+        """Whether it is kept at all on a kind of device, where attention is fused or not."""
+        return self.device in ("", device) and not (self.unfused_only if fused else self.fused_only)
 
 
 class TensorComm(Spec, frozen=True, kw_only=True):

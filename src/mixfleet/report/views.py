@@ -165,7 +165,7 @@ def model(this: Model) -> View:
         blocks = list(group)
         block = blocks[0]
         flops = sum(op.flops.at(1, seq_len) for op in block.ops)
-        saved = sum(s.size.at(1, seq_len) * (s.bytes_per_element or 2) for s in block.saved if not s.unfused_only)
+        saved = sum(s.size.at(1, seq_len) * s.element_bytes(2) for s in block.saved if s.held("gpu", fused=True))
         rows.append([ranges(range(first, first + len(blocks))), kind, f"{block.count:,}", f"{show_count(flops)}FLOP",
                      show_bytes(saved), show_bytes(block.boundary.at(1, seq_len) * 2)])
         first += len(blocks)

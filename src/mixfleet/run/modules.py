@@ -186,13 +186,14 @@ class Embedding(_Block):
         params, sequence = self.params(), tokens.shape[1]
         if sequence % self.group.size:
             raise InputError(f"seq_len is {sequence}; tensor degree {self.group.size} must divide it")
-        local = tokens - self.group.slice_of(self.config.vocab).start
         weight = params["tokens.weight"]
-        mine = (local >= 0) & (local < weight.shape[0])
-        x = F.embedding(torch.where(mine, local, 0), weight)
-        if self.group.size > 1:
-            x = x.masked_fill(~mine.unsqueeze(-1), 0)
-        x = scatter_sequence(x, self.group)
+        if self.group.size == 1:
+            x = F.embedding(tokens, weight)
+        else:
+            local = tokens - self.group.slice_of(self.config.vocab).start
+            mine = (local >= 0) & (local < weight.shape[0])
+            x = F.embedding(torch.where(mine, local, 0), weight).masked_fill(~mine.unsqueeze(-1), 0)
+            x = scatter_sequence(x, self.group)
         if self.config.position == "learned":
             table = params["positions.weight"][self.config.position_offset:]
             if self.context:
