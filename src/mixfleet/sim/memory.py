@@ -191,28 +191,34 @@ class _Walk:
         self._stage = self._pipe.stages[self._entity.stage]
         self._tokens = self._pipe.tokens(job.seq_len, plan.replicas[self._entity.replica][1])
         self._modes = self._stage.modes
-        self._known: dict[tuple[int, int, int], tuple[int, int, int]] = {}
+        self._known: dict[tuple[int, int, int, bool], tuple[int, int, int]] = {}
         self._alike = alike(layout)
         self._elements: dict[int, tuple[int, int]] = {}
         self._layered = plan.accumulation == "layered"
         self._reduced = {row.actions[i].lo for i in self._mine if row.actions[i].op == REDUCE}
 
-    def _blocks(self, lo: int, hi: int, micro_batch: int) -> tuple[int, int, int]:
-        """(saved, workspace, recomputed) bytes of blocks that compute one after another."""
-        key = (lo, hi, micro_batch)
+    def _blocks(self, lo: int, hi: int, micro_batch: int, *, frees: bool = False) -> tuple[int, int, int]:
+        """(saved, workspace, recomputed) bytes of blocks that compute one after another, where they hold most.
+
+        With `frees` the last block goes first and each gives back what it saved before the next begins; workspace then
+        is what remains of it beyond what is free by that time.
+        """
+        key = (lo, hi, micro_batch, frees)
         if key not in self._known:
             stage, job, device, modes = self._stage, self._job, self._device, self._modes
             shape, context = (micro_batch, self._tokens, stage.tensor), job.seq_len / self._tokens
             sizes: dict[tuple[object, ...], tuple[int, int, int]] = job.__dict__.setdefault("_block_bytes", {})
             saved = work = again = 0
-            for b in range(lo, hi):
+            for b in reversed(range(lo, hi)):
                 block, mode = job.model.blocks[b], modes[b]
                 one = sizes.get(kind := (block.kind, *shape, device, mode, context))
                 if one is None:
                     one = sizes[kind] = (saved_bytes(block, *shape, device, job, mode, context),
                                          workspace_bytes(block, *shape, device, job, context),
                                          recompute_bytes(block, *shape, device, job, mode, context))
-                saved, work, again = saved + one[0], max(work, one[1]), max(again, one[2])
+                mine = (max(0, one[1] - saved), max(0, one[2] - max(0, saved - one[1]))) if frees else one[1:]
+                work, again = max((work, again), mine, key=sum) if frees else (max(work, one[1]), max(again, one[2]))
+                saved += one[0]
             self._known[key] = (saved, work, again)
         return self._known[key]
 
@@ -259,7 +265,7 @@ class _Walk:
                     waiting[SEND_ACT, action.hi, mb] = nbytes = self._boundary(action.hi - 1, sizes[mb])
                     add((end, nbytes, _MESSAGES, i))
             elif op in (B, I, W):
-                saved, work, again = self._blocks(action.lo, action.hi, sizes[mb])
+                saved, work, again = self._blocks(action.lo, action.hi, sizes[mb], frees=op == B)
                 for change, what in ((work, _WORK), (again, _AGAIN)):
                     if change and op != W:
                         add((start, change, what, i))
