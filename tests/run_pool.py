@@ -90,6 +90,7 @@ class Outcome(NamedTuple):
     state_bytes: dict[str, int]
     spans: list[Any]
     memory: list[Any]
+    met: tuple[Any, ...] = ()
 
 
 class Case(NamedTuple):
@@ -116,10 +117,10 @@ def carry_out(case: Case, process: int) -> Outcome:
     elif case.sabotage == "hop 2":
         rank.interpreter._do["Y"] = lambda action: None
     results = []
-    while rank.step < case.steps:
-        if case.trace and not rank.recorder.on:
-            rank.recorder.start()
-        results.append(rank.interpreter.step(rank.batches(rank.step), case.job.optimizer.lr))
+    if case.trace:
+        rank.recorder.start()
+    for result in rank.advance(case.steps, lambda: False):
+        results.append(result)
         rank.step += 1
     rank.interpreter.finish()
     spans, memory = rank.recorder.stop()
@@ -128,7 +129,7 @@ def carry_out(case: Case, process: int) -> Outcome:
                       [p for u in units for p in u.pieces()],
                       [(u.index, p.column, p.lo, p.hi, u.home(u.weights.data)[p.offset:p.offset + p.hi - p.lo].clone())
                        for u in units for p in u.weights.parts],
-                      rank.fabric.sent, rank.report().state_bytes, spans, memory)
+                      rank.fabric.sent, rank.report().state_bytes, spans, memory, rank.report().met)
     rank.close()
     return outcome
 

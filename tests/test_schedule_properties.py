@@ -57,7 +57,11 @@ def test_the_command_lists_all_and_says_what_does_not_suit(capsys, tmp_path: Pat
         steps = len(p["home"]) * 6 // p["copies"]
         assert len(boxes) == len(set(boxes))
         mixed = p["name"].startswith("dualpipe")  # both whole backwards and halves
-        assert len(boxes) in (range(2 * steps + 1, 3 * steps) if mixed else [(3 if p["splits"] else 2) * steps])
+        updates = 1 if p["synchronous"] else 3  # one that fills, two more
+        marks = len(p["home"]) * (0 if p["synchronous"] else updates)  # their optimizer steps
+        assert sum(box.startswith("S") for box in boxes) == marks
+        assert len(boxes) in (range(2 * steps + 1, 3 * steps) if mixed else
+                              [(3 if p["splits"] else 2) * steps * updates + marks])
 
 
 def chain(samples=4, memory=10**10, schedule="1f1b") -> tuple[Plan, object, object]:

@@ -12,7 +12,7 @@ from mixfleet.errors import InputError
 from mixfleet.schedule.greedy import Orders, Rule, Work, greedy, makespan, parse_steps, show_steps, stuck, timeline
 from mixfleet.schedule.named import SCHEDULES, Homes
 
-SHAPES = [(name, p, r, m) for name, s in SCHEDULES.items()
+SHAPES = [(name, p, r, m) for name, s in SCHEDULES.items() if not s.weights
           for p in (1, 2, 3, 5) for r in range(1, 5) for m in (1, 4, 6, 15)
           if s.why_not(s.place(p, r), m) is None]
 

@@ -16,13 +16,15 @@ from mixfleet.cluster import Cluster
 from mixfleet.errors import InputError
 from mixfleet.files import FORMAT_KEY, VERSIONS, Document, Keys, decode, read_spec, write_yaml
 from mixfleet.job import Job
+from mixfleet.schedule.asynchronous import Weights, enough, stream
 from mixfleet.schedule.greedy import Orders, Step, parse_steps, stuck
 from mixfleet.schedule.named import SCHEDULES
 from mixfleet.spec import Spec
 
 Recompute = Literal["none", "selective", "full"]
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "looped-bfs", "wave", "zb-h1", "zb-h2", "zb-v", "dualpipe-v",
-                       "chimera", "dualpipe", "custom"]
+                       "chimera", "dualpipe", "async-1f1b", "pipedream", "pipedream-vertical", "pipedream-2bw",
+                       "pipeoptim", "xpipe", "custom"]
 """Those of `schedule.named`, and `custom`: every stage's own `order`."""
 
 
@@ -163,11 +165,14 @@ class Pipeline(Spec, frozen=True, kw_only=True, dict=True):
         whole, rest = divmod(self.samples, self.micro_batch)
         return (self.micro_batch,) * whole + ((rest,) if rest else ())
 
-    def orders(self, schedule: ScheduleName) -> Orders:
-        """The steps of every stage; chunks are numbered along the chain."""
+    def orders(self, schedule: ScheduleName, updates: int = 0) -> Orders:
+        """The steps of every stage; chunks are numbered along the chain. An asynchronous schedule spans `updates`, 0
+        for as many as show how it repeats itself."""
         if schedule == "custom":
             return tuple(parse_steps(stage.order) for stage in self.stages)
-        return SCHEDULES[schedule].orders(tuple(c.stage for c in self.chain), len(self.micro_batches))
+        home, count = tuple(c.stage for c in self.chain), len(self.micro_batches)
+        weights = SCHEDULES[schedule].weights
+        return stream(home, count, updates, weights) if weights and updates else SCHEDULES[schedule].orders(home, count)
 
     @cached_property
     def chain(self) -> tuple[Chunk, ...]:
@@ -272,16 +277,31 @@ class Plan(Spec, frozen=True, kw_only=True, dict=True):
         return tuple(tuple((p, index[i][stage.devices]) for i, p in enumerate(crew))
                      for stage in self.pipelines[crew[0]].stages)
 
-    def orders(self, crew: tuple[int, ...]) -> tuple[tuple[tuple[int, Step], ...], ...]:
+    def orders(self, crew: tuple[int, ...], updates: int = 0) -> tuple[tuple[tuple[int, Step], ...], ...]:
         """Per stage of a crew's first pipeline, what its devices do: (place of a pipeline in the crew, step of it)."""
         pipelines = [self.pipelines[p] for p in crew]
         if len(crew) == 1:
-            return tuple(tuple((0, step) for step in order) for order in pipelines[0].orders(self.schedule))
+            return tuple(tuple((0, step) for step in order) for order in pipelines[0].orders(self.schedule, updates))
         counts = [len(p.micro_batches) for p in pipelines]
         chunks, firsts = ([0, *accumulate(n)] for n in ([len(p.chain) for p in pipelines], counts))
         found = SCHEDULES[self.schedule].orders(_homes(self, crew), *counts)
         return tuple(tuple((seat, (op, k - chunks[seat], m - firsts[seat])) for op, k, m in order
                            for seat in (bisect(chunks, k) - 1,)) for order in found)
+
+    @property
+    def synchronous(self) -> bool:
+        """Whether every gradient is that of the weights which it changes."""
+        return self.weights is None
+
+    @property
+    def weights(self) -> Weights | None:
+        """Which weights each step reads under an asynchronous schedule."""
+        return None if self.schedule == "custom" else SCHEDULES[self.schedule].weights
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps that its program spans: 1, or enough for an asynchronous one to fill, go on and drain."""
+        return 1 if self.synchronous else max(enough(len(p.stages), len(p.micro_batches)) for p in self.pipelines)
 
     @property
     def global_batch(self) -> int:
@@ -384,6 +404,8 @@ def _reasons(plan: Plan, job: Job, cluster: Cluster) -> Iterator[str]:
     if plan.accumulation == "layered":
         yield from _wrong_layers(plan)
     yield from _wrong_sharding(plan)
+    if not plan.synchronous:
+        yield from _wrong_asynchronous(plan, job)
     if plan.sharding.hierarchical:
         yield from _wrong_hierarchy(plan, cluster)
 
@@ -563,6 +585,39 @@ def _wrong_layers(plan: Plan) -> Iterator[str]:
                    "pass the model block by block need all blocks on one stage")
     if plan.schedule not in ("gpipe", "1f1b"):
         yield f"accumulation is layered, which is an order of its own; the schedule {plan.schedule} cannot go with it"
+
+
+def _wrong_asynchronous(plan: Plan, job: Job) -> Iterator[str]:
+    """What would make the stages wait for each other at every update, or needs copies of what is nowhere whole."""
+    shard, n, weights, name = plan.sharding, len(plan.replicas), plan.weights, plan.schedule
+    for kind, degree in (("weights", shard.weights), ("gradients", shard.gradients)):
+        if degree > 1:
+            most = "1" if weights and weights.predicts else f"1 or {n}" if n > 1 else "1"
+            yield (f"sharding.{kind} is {degree}, which the schedule {name} cannot follow: every rank keeps whole "
+                   f"versions of its weights. Take {kind} 1 (and optimizer {most})")
+    if weights and weights.predicts and shard.optimizer > 1:
+        yield (f"sharding.optimizer is {shard.optimizer}, but under {name} every rank predicts all its weights from "
+               "the optimizer's state; take 1")
+    for p, pipeline in enumerate(plan.pipelines):
+        for s, stage in enumerate(pipeline.stages):
+            if stage.offload:
+                yield (f"pipelines[{p}].stages[{s}].offload is {', '.join(stage.offload)}, but under {name} weights "
+                       "of several versions are in use at a time; keep them on the device")
+    if job.clip_norm:
+        yield (f"clip_norm is {job.clip_norm:g}: for the norm of the whole gradient all stages would wait for each "
+               f"other at every update, which {name} is there to avoid. Set it to 0, or take a synchronous schedule")
+    if job.precision == "fp16":
+        yield (f"precision is fp16: when a gradient overflows all stages leave the step out together, which {name} "
+               "cannot. Take bf16 or fp32")
+    for p, pipeline in enumerate(plan.pipelines):
+        at = {b: c.stage for c in pipeline.chain for b in range(c.lo, c.hi)}
+        index = {block.name: b for b, block in enumerate(job.model.blocks)}
+        for b, block in enumerate(job.model.blocks):
+            owners = {index[param.tied.split("/")[0]] for param in block.params if param.tied}
+            for owner in sorted(o for o in owners if at.get(o) != at.get(b)):
+                yield (f"pipelines[{p}]: blocks {owner} and {b} share weights and are on stages {at.get(owner)} and "
+                       f"{at.get(b)}, which would wait for each other at every update under {name}. Take a model "
+                       "with untied embeddings, one stage, or a synchronous schedule")
 
 
 def _wrong_sharding(plan: Plan) -> Iterator[str]:

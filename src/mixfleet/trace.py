@@ -75,6 +75,15 @@ class Trace(Spec, frozen=True, kw_only=True, dict=True):
         return int(self.meta.get("multiplicity", {}).get(str(device), 1))
 
 
+def within(trace: Trace) -> Trace:
+    """What lies between the start of its first step and the end of its last: spans cut, memory as it is then."""
+    begin, end = trace.steps_ns[0][0], trace.steps_ns[-1][1]
+    spans = tuple(s._replace(start_ns=max(s.start_ns, begin), end_ns=min(s.end_ns, end))
+                  for s in trace.spans if s.end_ns > begin and s.start_ns < end)
+    held = {m.device: m._replace(time_ns=begin) for m in trace.memory if m.time_ns <= begin}
+    return trace.replace(spans=spans, memory=(*held.values(), *(m for m in trace.memory if begin < m.time_ns <= end)))
+
+
 def step_s(trace: Trace) -> float:
     """Mean seconds of a step."""
     steps = trace.steps_ns
@@ -174,7 +183,7 @@ def bubble(trace: Trace) -> float:
     busy, hidden = utilization(trace), exposed(trace)
     counts = {d: trace.multiplicity(d) for d in busy}
     idle = sum(n * (1 - busy[d] - sum(hidden[d].values()) / step) for d, n in counts.items())
-    return idle / sum(counts.values())
+    return max(0.0, idle / sum(counts.values()))
 
 
 def mean_exposed(trace: Trace) -> dict[str, float]:

@@ -19,9 +19,11 @@ from mixfleet.cli._common import emit, emit_json, json_option, progress
 def schedules(stages: int, micro_batches: int, chunks: int, svg: Path | None, as_json: bool) -> None:
     """List the pipeline schedules. All figures are computed from the orders themselves.
 
-    A stage's forward takes 1, its backward 2 or two halves of 1, messages nothing.
+    A stage's forward takes 1, its backward 2 or two halves of 1, messages nothing. Asynchronous ones take an optimizer
+    step after every so many micro-batches and go on; they are judged between fill and drain.
     """
     from mixfleet.report import schedules as report
+    from mixfleet.schedule.asynchronous import fill, stream
     from mixfleet.schedule.named import SCHEDULES
     from mixfleet.schedule.properties import Properties, even_work, properties
 
@@ -36,8 +38,9 @@ def schedules(stages: int, micro_batches: int, chunks: int, svg: Path | None, as
         svg.mkdir(parents=True, exist_ok=True)
         for p in found:
             schedule = SCHEDULES[p.name]
-            picture = report.svg(even_work(p.name, p.home, micro_batches, splits=p.splits),
-                                 schedule.orders(p.home, *schedule.counts(micro_batches)))
+            orders = (stream(p.home, micro_batches, fill(stages, micro_batches) + 2, schedule.weights)
+                      if schedule.weights else schedule.orders(p.home, *schedule.counts(micro_batches)))
+            picture = report.svg(even_work(p.name, p.home, micro_batches, splits=p.splits), orders)
             (svg / f"{p.name}.svg").write_text(picture, encoding="utf-8")
         progress(f"wrote {len(found)} pictures to {svg}")
     if as_json:

@@ -305,6 +305,18 @@ def host_copy_s(nbytes: int, device: Device) -> float:
     return SEND_S["gpu"] + nbytes / device.pcie_Bps / dict(LINK_EFFICIENCY)["pcie"]
 
 
+def copy_s(elements: int, device: Device, job: Job) -> float:
+    """Seconds to copy weights inside the memory: read once, written once."""
+    return 2 * elements * job.bytes.weight_bytes / device.memory_Bps / efficiency(device, "elementwise") / device.share
+
+
+def anticipate_s(elements: int, device: Device, job: Job) -> float:
+    """Seconds to predict weights from the optimizer's state: value and moments read, weights written."""
+    state = 8 if job.precision == "fp64" else 4
+    nbytes = (1 + max(1, job.optimizer.moments)) * state + job.bytes.weight_bytes
+    return elements * nbytes / device.memory_Bps / efficiency(device, "optimizer") / device.share
+
+
 def optimizer_s(elements: int, device: Device, job: Job, *, implementation: OptimizerLoop = "chunked") -> float:
     """Seconds of an optimizer step over `elements` parameters owned by this device; bound by memory bandwidth.
 

@@ -10,10 +10,12 @@ overlap streams as far as these allow.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from mixfleet.errors import InputError
+from mixfleet.schedule import asynchronous
+from mixfleet.schedule.greedy import Step
 from mixfleet.spec import Spec
 
 if TYPE_CHECKING:
@@ -26,7 +28,8 @@ SEND_ACT, RECV_ACT, SEND_GRAD, RECV_GRAD = "SA", "RA", "SG", "RG"
 GATHER, RELEASE, REDUCE, SYNC, NORM, STEP, PUBLISH = "G", "X", "R", "Y", "N", "S", "P"
 LOAD_WEIGHTS, SAVE_WEIGHTS, FREE_WEIGHTS = "LW", "EW", "XW"
 LOAD_STATE, SAVE_STATE, FREE_STATE = "LO", "EO", "XO"
-_ACTION = re.compile(r"(F|B|I|W|SA|RA|SG|RG|G|X|R|Y|N|S|P|[LEX][WO])"
+KEEP, ANTICIPATE, USE, DROP = asynchronous.KEEP, asynchronous.ANTICIPATE, asynchronous.USE, asynchronous.DROP
+_ACTION = re.compile(r"(F|B|I|W|SA|RA|SG|RG|G|X|R|Y|N|S|P|[LEX][WO]|K|A|U|D)"
                      r"(?:(\d+)(?::(\d+))?)?(?:\.(\d+))?(?:@(\d+))?('*|\*)")
 JOINT = -1
 """The seat of what a rank does once for all its seats: the norm, and exchanges of a unit that several of them hold."""
@@ -50,7 +53,12 @@ class Action(NamedTuple):
     P    hand the updated weights of unit `lo` from the optimizer owners to those who hold them
     LW   load the weights of unit `lo` from host memory;  XW free what was loaded;  EW write them back, updated
     LO   load the optimizer's state of the owned piece of unit `lo`;  EO write it back;  XO free it
+    K    keep a copy of the current weights of blocks `lo` to `hi - 1`, as version `mb`
+    A    anticipate: predict the weights of these blocks that will be version `mb`, from the optimizer's state
+    U    from here on F and B of these blocks use the copy that is version `mb`; without a version, the current weights
+    D    drop that copy; the current weights are used again if it was in use
 
+    In an asynchronous program `mb` counts through all its updates, and a version is the number of updates made before.
     State units are the blocks, in order, then one per tied tensor, then what is frozen in a block (see
     `layout`). `seat` counts the role's seats; one prime per seat behind the first stands in the text, a star for all.
     """
@@ -128,9 +136,15 @@ class Role(Spec, frozen=True, kw_only=True):
 
 
 class Program(Spec, frozen=True, kw_only=True, dict=True):
-    """One optimizer step of a plan: a list of actions per role."""
+    """One optimizer step of a plan, or as many as an asynchronous one spans: a list of actions per role."""
 
     roles: tuple[Role, ...]
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps in it."""
+        steps = [a.lo for a in self.roles[0].actions if a.op == STEP]
+        return steps.count(steps[0]) if steps else 0
 
     def role(self, pipeline: int, stage: int) -> Role:
         """The role that has a seat there."""
@@ -148,6 +162,13 @@ def parse_action(text: str) -> Action:
                   JOINT if seat == "*" else len(seat))
 
 
+def by_block(actions: Iterable[Action]) -> Iterator[Step]:
+    """What happens to each block and its weights, as `schedule.asynchronous.readings` follows it."""
+    for a in actions:
+        if a.op in (F, B, STEP, KEEP, ANTICIPATE, USE, DROP):
+            yield from ((a.op, b, a.mb) for b in range(a.lo, a.hi))
+
+
 def effects(action: Action, layout: Layout, units: tuple[int, ...]) -> tuple[list[Value], list[Value]]:
     """Names of the values that an action reads and writes on its own rank, which holds `units`.
 
@@ -155,7 +176,7 @@ def effects(action: Action, layout: Layout, units: tuple[int, ...]) -> tuple[lis
     backward leave to each other, w usable weights, shard the
     permanent piece of sharded weights, grad the gradient as backward leaves it, acc what hop 1 accumulated,
     own the gradient of the owned optimizer piece, opt its updated state, scale the clipping factor, state what the
-    optimizer keeps; home and away are weights and state in host memory.
+    optimizer keeps; home and away are weights and state in host memory, kept the copies of weights by version.
     """
     op, lo, hi, mb, *_ = action
     home = "shard" if layout.needed(GATHER, 0) else "w"
@@ -172,6 +193,13 @@ def effects(action: Action, layout: Layout, units: tuple[int, ...]) -> tuple[lis
         if op == I:  # gradients of what has no half of its own, such as norms, are made here
             return [("g", hi, mb), *saved, *weights, *grads], [("g", lo, mb), *later, *saved, *grads]
         return [("g", hi, mb), *saved, *weights, *grads], [("g", lo, mb), *saved, *grads]
+    if op in (KEEP, ANTICIPATE, USE, DROP):
+        mine = sorted({u for b in range(lo, hi) for u in layout.units_of_block[b]})
+        current: list[Value] = [("w", u, 0) for u in mine]
+        copies: list[Value] = [("kept", u, 0) for u in mine]
+        if op in (KEEP, ANTICIPATE):
+            return [*current, *([("opt", u, 0) for u in mine] if op == ANTICIPATE else [])], copies
+        return [*current, *copies], [*current, *copies]
     if op == NORM:
         return [(name, u, 0) for u in units for name in ("grad", "acc", "own")], [("scale", 0, 0)]
     simple: dict[str, tuple[list[Value], list[Value]]] = {

@@ -8,9 +8,12 @@ from collections.abc import Iterator
 from mixfleet.model.spec import Model
 from mixfleet.plan import Plan
 from mixfleet.program.action import (
+    ANTICIPATE,
+    DROP,
     FREE_STATE,
     FREE_WEIGHTS,
     GATHER,
+    KEEP,
     LOAD_STATE,
     LOAD_WEIGHTS,
     NORM,
@@ -25,6 +28,7 @@ from mixfleet.program.action import (
     SEND_GRAD,
     STEP,
     SYNC,
+    USE,
     Action,
     B,
     F,
@@ -33,10 +37,12 @@ from mixfleet.program.action import (
     Role,
     W,
     boundary,
+    by_block,
     dependencies,
     stream_of,
 )
 from mixfleet.program.layout import Kind, Layout
+from mixfleet.schedule.asynchronous import CURRENT, readings
 
 RoleKey = tuple[int, int]
 _MATCHES = {SEND_ACT: RECV_ACT, RECV_ACT: SEND_ACT, SEND_GRAD: RECV_GRAD, RECV_GRAD: SEND_GRAD}
@@ -54,6 +60,7 @@ def check(program: Program, plan: Plan, model: Model) -> tuple[str, ...]:
     for key in wanted:
         problems += [f"{_name(key)}: {text}" for text in _role_problems(seats[key], plan, layout)]
     problems += _unmatched(seats)
+    problems = problems or [*_misread(seats, plan)]
     return tuple(problems) or tuple(_deadlock({role.seats[0]: role for role in program.roles}, plan, layout))
 
 
@@ -70,6 +77,7 @@ def _role_problems(role: Role, plan: Plan, layout: Layout) -> Iterator[str]:
     seen: set[tuple[str, int, int]] = set()
     held: set[int] = set()
     state: set[int] = set()
+    versions = _Versions()
     loads = "weights" in pipeline.stages[role.stage].offload
     sharded = loads or layout.needed(GATHER, units[0])
     for at, a in enumerate(role.actions):
@@ -91,7 +99,13 @@ def _role_problems(role: Role, plan: Plan, layout: Layout) -> Iterator[str]:
             if (loads and a.op != SAVE_STATE and a.lo not in held) or (
                     "optimizer" in pipeline.stages[role.stage].offload and a.op != SAVE_WEIGHTS and a.lo not in state):
                 yield f"{here}: what it works on is in host memory"
+            if a.op == STEP and (text := versions.wrong(STEP, a.lo, a.mb)):
+                yield f"{here}: {text}"
             seen.add((a.op, a.lo, a.mb))
+        elif a.op in (KEEP, ANTICIPATE, USE, DROP):
+            wrong = [text for b in range(a.lo, a.hi) if (text := versions.wrong(a.op, b, a.mb))]
+            if wrong:
+                yield f"{here}: {wrong[0]}"
         elif a.op in (F, B, I, W):
             for b in range(a.lo, a.hi) if a.op == F else reversed(range(a.lo, a.hi)):
                 missing = [u for u in layout.units_of_block[b] if u not in held] if sharded and a.op != W else []
@@ -121,13 +135,65 @@ def _role_problems(role: Role, plan: Plan, layout: Layout) -> Iterator[str]:
             seen.add((a.op, a.lo, a.mb))
 
 
+class _Versions:
+    """The copies of each block's weights, and which is in use."""
+
+    def __init__(self) -> None:
+        self._made: Counter[int] = Counter()
+        self._held: set[tuple[int, int]] = set()
+        self._using: dict[int, int] = {}
+
+    def wrong(self, op: str, block: int, version: int) -> str | None:
+        """Does one thing, or says why that is not possible."""
+        now, known = self._made[block], (block, version) in self._held
+        if op == STEP:
+            if self._using.get(block, CURRENT) != CURRENT:
+                return f"block {block} uses version {self._using[block]}, not the current weights"
+            self._made[block] += 1
+        elif op in (KEEP, ANTICIPATE):
+            if known:
+                return f"there is a copy of version {version} of block {block} already"
+            if (version != now) if op == KEEP else version <= now:
+                return f"the current weights of block {block} are version {now}"
+            self._held.add((block, version))
+        elif version != CURRENT and not known:
+            return f"there is no copy of version {version} of block {block}"
+        elif op == USE:
+            self._using[block] = version
+        else:
+            self._held.discard((block, version))
+            if self._using.get(block) == version:
+                del self._using[block]
+        return None
+
+
+def _misread(roles: dict[RoleKey, Role], plan: Plan) -> Iterator[str]:
+    """Backwards that see other weights than their forwards, and stages that see others than the first, where the
+    schedule promises otherwise. Weights predicted for a version count as that version."""
+    weights = plan.weights
+    if weights is None:
+        return
+    first: dict[tuple[int, int], tuple[int, int]] = {}
+    for (p, s), role in roles.items():
+        for (block, mb), read in readings(by_block(role.actions)).of.items():
+            if weights.same and read.forward != read.backward:
+                yield (f"{_name((p, s))}: B{block}.{mb} sees version {read.backward} of the weights, its forward saw "
+                       f"version {read.forward}")
+            version, block_0 = first.setdefault((p, mb), (read.forward, block))
+            if weights.everywhere and read.forward != version:
+                yield (f"{_name((p, s))}: F{block}.{mb} sees version {read.forward} of the weights, F{block_0}.{mb} "
+                       f"saw version {version}")
+
+
 def _miscounted(role: Role, layout: Layout, units: tuple[int, ...]) -> Iterator[str]:
     """Missing and doubled actions."""
     pipeline = layout.plan.pipelines[role.pipeline]
     last = len(pipeline.chain) - 1
+    steps = Counter(a.lo for a in role.actions if a.op == STEP)
+    updates = 1 if layout.plan.synchronous else max(steps.values(), default=1)
     halves = {(a.mb, b) for a in role.actions if a.op in (I, W) for b in range(a.lo, a.hi)}
     expected: Counter[tuple[str, int, int]] = Counter()
-    for m in range(len(pipeline.micro_batches)):
+    for m in range(len(pipeline.micro_batches) * updates):
         for k, (lo, hi, stage) in enumerate(pipeline.chain):
             if stage != role.stage:
                 continue
@@ -141,18 +207,19 @@ def _miscounted(role: Role, layout: Layout, units: tuple[int, ...]) -> Iterator[
             expected.update((REDUCE, u, m) for u in units if layout.needed(REDUCE, u))
     if layout.plan.accumulation == "layered":
         expected.update((REDUCE, u, -1) for u in units if layout.needed(REDUCE, u))
-    expected.update((op, u, -1) for op in (SYNC, PUBLISH) for u in units if layout.needed(op, u))
+    expected.update({(op, u, -1): updates for op in (SYNC, PUBLISH) for u in units if layout.needed(op, u)})
     stepped = [u for u in units if not layout.units[u].frozen]
-    expected.update((STEP, u, -1) for u in stepped)
+    expected.update({(STEP, u, -1): updates for u in stepped})
     away = pipeline.stages[role.stage].offload
     expected.update((op, u, -1) for u in stepped for op in ((SAVE_WEIGHTS,) if "weights" in away else ())
                     + ((LOAD_STATE, SAVE_STATE, FREE_STATE) if "optimizer" in away else ()))
-    expected[(NORM, 0, -1)] = 1
+    if layout.plan.synchronous:
+        expected[(NORM, 0, -1)] = 1
     found: Counter[tuple[str, int, int]] = Counter()
     for a in role.actions:
         if a.op in (F, B, I, W):
             found.update((a.op, b, a.mb) for b in range(a.lo, a.hi))
-        elif a.op not in (GATHER, RELEASE, LOAD_WEIGHTS, FREE_WEIGHTS):
+        elif a.op not in (GATHER, RELEASE, LOAD_WEIGHTS, FREE_WEIGHTS, KEEP, ANTICIPATE, USE, DROP):
             found[(a.op, a.lo, a.mb)] += 1
     for key in sorted((expected | found).keys()):
         name = str(Action(key[0], key[1], key[1] + 1, key[2]))

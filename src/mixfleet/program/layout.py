@@ -295,6 +295,10 @@ class Layout:
                 total += hi - lo
         return total
 
+    def trained(self, lo: int, hi: int) -> set[int]:
+        """Units of blocks `lo` to `hi - 1` whose weights change, of which there are versions."""
+        return {u for b in range(lo, hi) for u in self.units_of_block[b] if not self.units[u].frozen}
+
     def compute_elements(self, u: int, rank: int) -> int:
         """Elements of unit `u` that a rank computes with (gathered, after tensor parallelism)."""
         return sum(self.columns(u)[c].size for c in self.held(u, rank))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import pairwise
 
 from mixfleet.model.spec import Model
 from mixfleet.plan import Offload, Pipeline, Plan
@@ -42,21 +43,25 @@ from mixfleet.program.layout import Layout
 Actions = list[Action]
 
 
-def lower(plan: Plan, model: Model, layout: Layout | None = None) -> Program:
-    """The program of one optimizer step. The plan must be possible (`why_not` is None)."""
+def lower(plan: Plan, model: Model, layout: Layout | None = None, updates: int = 0) -> Program:
+    """The program of one optimizer step; under an asynchronous schedule of `updates` steps, from fill to drain, or of
+    as many as show how it repeats itself. The plan must be possible (`why_not` is None)."""
     layout = layout or Layout(plan, model)
+    updates = updates or plan.updates
     roles = []
     for crew in plan.crews:
-        for seats, steps in zip(plan.seats(crew), plan.orders(crew), strict=True):
+        for seats, steps in zip(plan.seats(crew), plan.orders(crew, updates), strict=True):
             order = [Action(op, chunk.lo, chunk.hi, m, seat=seat) for seat, (op, k, m) in steps
                      for chunk in (plan.pipelines[crew[seat]].chain[k],)]
-            made = [_seat([a for a in order if a.seat == seat], plan, layout, p, s)
-                    for seat, (p, s) in enumerate(seats)]
-            units = [layout.units_of_stage(p, s) for p, s in seats]
-            actions = _synchronize(_weave(order, made) if len(made) > 1 else made[0], layout, units)
-            away = [plan.pipelines[p].stages[s].offload for p, s in seats]
-            roles.append(Role(pipeline=seats[0][0], stage=seats[0][1], more=seats[1:],
-                              actions=(*actions, *_optimizer(layout, units, away))))
+            if plan.synchronous:
+                made = [_seat([a for a in order if a.seat == seat], plan, layout, p, s)
+                        for seat, (p, s) in enumerate(seats)]
+                units = [layout.units_of_stage(p, s) for p, s in seats]
+                actions = _synchronize(_weave(order, made) if len(made) > 1 else made[0], layout, units)
+                actions += _optimizer(layout, units, [plan.pipelines[p].stages[s].offload for p, s in seats])
+            else:
+                actions = _stream(order, plan, layout, *seats[0])
+            roles.append(Role(pipeline=seats[0][0], stage=seats[0][1], more=seats[1:], actions=tuple(actions)))
     return Program(roles=tuple(roles))
 
 
@@ -96,6 +101,21 @@ def _weave(order: Actions, made: Sequence[Actions]) -> Actions:
     return out
 
 
+def _stream(actions: Actions, plan: Plan, layout: Layout, pipeline: int, stage: int) -> Actions:
+    """Update by update: what lies before an optimizer step, what it needs, and the step, with no norm of the whole
+    gradient: for that all stages would wait for each other."""
+    units = layout.units_of_stage(pipeline, stage)
+    out: Actions = []
+    update: Actions = []
+    for a in _pipe(actions, plan.pipelines[pipeline], stage):
+        if a.op == STEP:
+            out += _synchronize(_split_blocks(update, layout, units), layout, [units]) + _steps(layout, [units], [()])
+            update = []
+        else:
+            update.append(a)
+    return out + update
+
+
 def _by_block(actions: Actions) -> Actions:
     """Layered accumulation: all micro-batches through one block, then through the next.
 
@@ -116,9 +136,11 @@ def _pipe(actions: Actions, pipeline: Pipeline, stage: int) -> Actions:
     ends = {c.hi: c.stage for c in pipeline.chain}
     begins = {c.lo: c.stage for c in pipeline.chain}
     out: Actions = []
+    computes = [i for i, a in enumerate(actions) if a.op in (F, B, I, W)]
+    after = {i: actions[j] for i, j in pairwise(computes)}
     for i, (op, lo, hi, mb, *_) in enumerate(actions):
-        posts = actions[: 2] if i == 0 else actions[i + 1: i + 2]
-        for a in posts:
+        posts = [actions[computes[0]]] if i == 0 else []
+        for a in [*posts, *([after[i]] if i in after else [])]:
             if a.op == F and ends.get(a.lo, stage) != stage:
                 out.append(Action(RECV_ACT, a.lo, a.hi, a.mb, ends[a.lo]))
             if a.op in (B, I) and begins.get(a.hi, stage) != stage:
@@ -245,7 +267,12 @@ _PAGES: dict[Offload, tuple[str, str, str]] = {"weights": (LOAD_WEIGHTS, SAVE_WE
 
 
 def _optimizer(layout: Layout, units: Sequence[tuple[int, ...]], away: Sequence[tuple[Offload, ...]]) -> Actions:
-    """The norm of the whole gradient, then step and publish, first blocks first: they are needed first.
+    """The norm of the whole gradient, then the steps."""
+    return [Action(NORM, seat=JOINT if len(units) > 1 else 0), *_steps(layout, units, away)]
+
+
+def _steps(layout: Layout, units: Sequence[tuple[int, ...]], away: Sequence[tuple[Offload, ...]]) -> Actions:
+    """Step and publish, first blocks first: they are needed first.
 
     What lies in host memory (`away`, per seat) is loaded one unit ahead of its step, written back behind it, and freed
     behind the next one.
@@ -257,7 +284,7 @@ def _optimizer(layout: Layout, units: Sequence[tuple[int, ...]], away: Sequence[
         u, seats = turns[turn] if 0 <= turn < len(turns) else (0, [])
         return [Action(_PAGES[kind][i], u, u + 1, seat=seat) for i in which for seat in seats for kind in away[seat]]
 
-    out = [Action(NORM, seat=JOINT if len(units) > 1 else 0), *paged(0, 0)]
+    out = paged(0, 0)
     for turn, (u, seats) in enumerate(turns):
         out += paged(turn + 1, 0)
         out += [Action(STEP, u, u + 1, seat=seat) for seat in seats]

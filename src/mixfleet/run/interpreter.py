@@ -19,10 +19,13 @@ from torch import Tensor, nn
 from mixfleet.job import Job
 from mixfleet.plan import Offload, Pipeline
 from mixfleet.program.action import (
+    ANTICIPATE,
+    DROP,
     FREE_STATE,
     FREE_WEIGHTS,
     GATHER,
     JOINT,
+    KEEP,
     LOAD_STATE,
     LOAD_WEIGHTS,
     NORM,
@@ -37,6 +40,7 @@ from mixfleet.program.action import (
     SEND_GRAD,
     STEP,
     SYNC,
+    USE,
     Action,
     B,
     F,
@@ -86,6 +90,8 @@ class StepResult(NamedTuple):
     """The gradient was not finite, and the step was not taken."""
     broken: bool = False
     """And not because fp16 overflowed, which is to be expected: something is wrong."""
+    end_ns: int = 0
+    """When it ended on this rank, where it is known only later."""
 
 
 class _Arrival(NamedTuple):
@@ -147,7 +153,8 @@ class Interpreter:
             F: self._forward, B: self._backward, I: self._backward, W: self._weights, SEND_ACT: self._send,
             RECV_ACT: self._receive, SEND_GRAD: self._send, RECV_GRAD: self._receive, GATHER: self._move,
             RELEASE: self._release, REDUCE: self._move, SYNC: self._move, NORM: self._norm, STEP: self._step,
-            PUBLISH: self._move, **dict.fromkeys(_PAGES, self._page)}
+            PUBLISH: self._move, **dict.fromkeys(_PAGES, self._page),
+            **dict.fromkeys((KEEP, ANTICIPATE, USE, DROP), self._version)}
         self._values: dict[tuple[str, int, int], Tensor | _Arrival] = {}
         """Activations `x` and gradients `g` at block boundaries, by (kind, block, micro-batch)."""
         self._saved: dict[tuple[int, int], tuple[Tensor, Tensor | None, list[int]]] = {}
@@ -156,7 +163,7 @@ class Interpreter:
         """Weight gradients put off by the input half of a backward, and what they hold."""
         self._sending: list[Task] = []
         self._reducing: deque[Unit] = deque()
-        self._batches: Sequence[MicroBatch] = ()
+        self._batches: dict[int, MicroBatch] = {}
         self._loss = torch.zeros((), dtype=torch.float64, device=self.device)
         self._lr, self._factor, self._stop, self._writing = 0.0, 0.0, False, False
         self._result: StepResult | None = None
@@ -223,7 +230,7 @@ class Interpreter:
 
     def begin(self, batches: Sequence[MicroBatch], lr: float, *, stop: bool, writing: bool) -> None:
         """Get ready for the actions of a step."""
-        self._batches, self._lr, self._stop, self._writing = batches, lr, stop, writing
+        self._batches, self._lr, self._stop, self._writing = dict(enumerate(batches)), lr, stop, writing
         self._loss.zero_()
         for unit in self.units.values():
             unit.taken = True
@@ -347,7 +354,7 @@ class Interpreter:
             for unit in self._units_of[b]:
                 unit.compute.wait()
                 self._clear(unit)
-            grad = (torch.tensor(self.loss_scale / self.job.tokens_per_step, dtype=torch.float64, device=self.device)
+            grad = (torch.tensor(self._loss_gradient(mb), dtype=torch.float64, device=self.device)
                     if b == len(blocks) - 1 else self._take("g", b + 1, mb))
             leaf, out, held = self._saved.pop((b, mb))
             if blocks[b].idle_backward:
@@ -372,6 +379,10 @@ class Interpreter:
                 self._values["g", b, mb] = leaf.grad if leaf.grad is not None else nothing
                 leaf.grad = None
             self._mark(f"B{b}.{mb}")
+
+    def _loss_gradient(self, mb: int) -> float:
+        """Of the sum over the micro-batch; the rest of a mean over the valid tokens comes with the norm."""
+        return self.loss_scale / self.job.tokens_per_step
 
     def _weights(self, action: Action) -> None:
         """The half of a backward that was put off."""
@@ -418,7 +429,8 @@ class Interpreter:
         act = action.op == RECV_ACT
         block = action.lo if act else action.hi
         channel, tag = SEND_ACT if act else SEND_GRAD, self._message_tag(action)
-        samples, *rest = self.shape(block, self.pipeline.micro_batches[action.mb])
+        sizes = self.pipeline.micro_batches
+        samples, *rest = self.shape(block, sizes[action.mb % len(sizes)])
         route = self._routes[action.peer]
         parts = []
         for _, lo, hi in route:
@@ -481,7 +493,7 @@ class Interpreter:
             views = [v for unit in self.units.values() for v in unit.norm_views]
             square = (torch.stack(torch._foreach_norm(views)).double().square().sum() if views
                       else torch.zeros((), dtype=torch.float64, device=self.device))
-            valid = sum(self._valid(t) for _, t in self._batches) if counts else 0
+            valid = sum(self._valid(t) for _, t in self._batches.values()) if counts else 0
             return torch.stack([self._loss if counts else torch.zeros_like(self._loss), square,
                                 square.new_tensor(valid), square.new_tensor(self._stop),
                                 square.new_tensor(self._writing), square.new_tensor(self.fabric.newly_sent())])
@@ -521,6 +533,21 @@ class Interpreter:
             with self.recorder.span("compute", str(action), "optimizer"):
                 self.units[action.lo].step(self._factor, self._lr)
 
+    def _version(self, action: Action) -> None:
+        """K, A, U or D on the weights of blocks."""
+        with self.recorder.span("compute", str(action), "optimizer"):
+            for unit in dict.fromkeys(u for b in range(action.lo, action.hi) for u in self._units_of[b]
+                                      if not self.layout.units[u.index].frozen):
+                if action.op == ANTICIPATE:
+                    unit.anticipate(action.mb, self._rates(unit.updates, action.mb))
+                else:
+                    {KEEP: unit.keep, USE: unit.use, DROP: unit.drop}[action.op](action.mb)
+        self._mark(str(action))
+
+    def _rates(self, lo: int, hi: int) -> list[float]:
+        """Learning rates of updates `lo` to `hi - 1`."""
+        return [self._lr] * (hi - lo)
+
     def _mark(self, what: str) -> None:
         if self.recorder.on:
             self.recorder.mark(what, sum(mate.state_bytes for mate in self.mates))
@@ -532,4 +559,5 @@ class Interpreter:
                  for f in (unit.compute, unit.grad, unit.weights, unit.acc, unit.own, unit.updated, unit.value)}
         moments = sum(sum(f.nbytes for f, _ in u.paged["optimizer"] if f.held and f is not u.value)
                       if "optimizer" in u.paged else u.optimizer.nbytes for u in self.units.values())
-        return sum(f.nbytes for f in flats.values() if f.held) + moments
+        return sum(f.nbytes for f in flats.values() if f.held) + moments + sum(
+            u.version_bytes for u in self.units.values())

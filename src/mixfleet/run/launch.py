@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from mixfleet.cluster import Cluster
 from mixfleet.errors import InputError, RunError
@@ -66,6 +66,24 @@ class Options(Spec, frozen=True, kw_only=True):
     """Seconds without a sign of life, or in one action, after which a rank counts as failed."""
 
 
+class Met(NamedTuple):
+    """The weights that a micro-batch met on a rank of an asynchronous run; versions count all steps done before."""
+
+    step: int
+    """Steps before the one that its gradient is part of."""
+    micro_batch: int
+    forward: int
+    """Version in forward; one that was only predicted counts as what it was predicted for."""
+    made: int
+    """Steps done when those weights were made."""
+    backward: int
+
+    @property
+    def staleness(self) -> int:
+        """Steps between the weights that it knew and those that its gradient changes."""
+        return self.step - self.made
+
+
 class RankReport(Spec, frozen=True, kw_only=True):
     """What one rank held and sent."""
 
@@ -76,6 +94,8 @@ class RankReport(Spec, frozen=True, kw_only=True):
     """Most that the allocator of a GPU held; 0 on a CPU."""
     sent: dict[str, int]
     """Payload bytes sent in all steps, by `kind@destination`; kinds are those of actions, `T` is tensor parallelism."""
+    met: tuple[Met, ...] = ()
+    """Asynchronous runs: what the last micro-batches met."""
 
 
 class TrainResult(Spec, frozen=True, kw_only=True):
@@ -126,6 +146,10 @@ def train(plan: Plan, job: Job, cluster: Cluster, *, steps: int | None = None, o
     reason = why_not(plan, job, cluster)
     if reason:
         raise InputError(reason)
+    if not plan.synchronous and (balance_every or on_nan == "skip"):
+        what = "move samples between replicas" if balance_every else "leave out steps that are not finite"
+        raise InputError(f"cannot {what} under the schedule {plan.schedule}: the next steps are under way already. "
+                         "Take a synchronous schedule")
     options = Options(steps=job.steps if steps is None else steps, out_dir=str(out_dir), resume=str(resume),
                       checkpoint_every=checkpoint_every, keep=keep, trace_steps=trace_steps,
                       balance_every=balance_every, dead_band=dead_band, on_nan=on_nan, init_from=str(init_from),

@@ -55,13 +55,16 @@ class FlatOptimizer:
     """State and update of one rank's piece of a unit: `parts` are its trainable elements.
 
     `value` is what the rule works on (fp32 master weights, or the weights themselves) and has the size of the piece;
-    it may come as several views, which together are the piece. `state` holds one tensor per moment.
+    it may come as several views, which together are the piece. `state` holds one tensor per moment; with `predicts`,
+    plain SGD keeps its last gradient as a momentum of 0.
     """
 
-    def __init__(self, rule: Optimizer, parts: Sequence[Run], value: Sequence[Tensor]) -> None:
+    def __init__(self, rule: Optimizer, parts: Sequence[Run], value: Sequence[Tensor], *,
+                 predicts: bool = False) -> None:
         self.rule = rule
         count = sum(v.numel() for v in value)
-        names = ("exp_avg", "exp_avg_sq")[:rule.moments] if rule.name == "adamw" else ("momentum",)[:rule.moments]
+        moments = max(rule.moments, int(predicts))
+        names = ("exp_avg", "exp_avg_sq")[:moments] if rule.name == "adamw" else ("momentum",)[:moments]
         self.state = {n: torch.zeros(count, dtype=value[0].dtype, device=value[0].device)
                       for n in names} if count else {}
         self.steps = 0
@@ -94,6 +97,29 @@ class FlatOptimizer:
                 copy[i].copy_(v)
             at += v.numel()
 
+    def anticipate(self, value: Sequence[Tensor], out: Sequence[Tensor], rates: Sequence[float]) -> None:
+        """Write to `out`, cut as `value`, what updates at these rates would make of `value`, each like the last one:
+        W - sum(lr) d, where d is SGD's momentum, or AdamW's m^ / (sqrt(v^) + eps) besides its decay."""
+        at = 0
+        for v, o in zip(value, out, strict=True):
+            p = v.clone()
+            for part in self._parts if self.steps else ():
+                lo, hi = max(part.lo, at), min(part.hi, at + v.numel())
+                if lo < hi:
+                    decay = part.decay if self.rule.name == "adamw" else 0.0
+                    piece, direction = p[lo - at:hi - at], self._direction(lo, hi)
+                    for lr in (rate * part.lr_scale for rate in rates):
+                        piece.mul_(1 - lr * decay).add_(direction, alpha=-lr)
+            o.copy_(p)
+            at += v.numel()
+
+    def _direction(self, lo: int, hi: int) -> Tensor:
+        if self.rule.name == "sgd":
+            return self.state["momentum"][lo:hi]
+        first, second = (1 - beta**self.steps for beta in self.rule.betas)
+        root = (self.state["exp_avg_sq"][lo:hi] / second).sqrt_().add_(self.rule.eps)
+        return (self.state["exp_avg"][lo:hi] / first).div_(root)
+
     def _update(self, p: Tensor, raw: Tensor, lo: int, hi: int, scale: float, lr: float, decay: float) -> None:
         rule = self.rule
         g = raw.to(p.dtype)
@@ -107,6 +133,6 @@ class FlatOptimizer:
             return
         if decay:
             g.add_(p, alpha=decay)
-        if rule.momentum:
+        if "momentum" in self.state:
             g = self.state["momentum"][lo:hi].mul_(rule.momentum).add_(g)
         p.add_(g, alpha=-lr)

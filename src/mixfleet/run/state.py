@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,9 +14,13 @@ from mixfleet.program.action import GATHER, REDUCE
 from mixfleet.program.layout import Kind, Layout, cut
 from mixfleet.run.collective import Flat, Part, cut_alike
 from mixfleet.run.optim import FlatOptimizer, Run
+from mixfleet.schedule.asynchronous import CURRENT
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16,
           "fp16": torch.float16}
+
+_EXCHANGED = 1 << 20
+"""Elements of two versions that change places at a time."""
 
 Read = Callable[[str, str, int, int], Tensor]
 """(tensor key, kind, lo, hi) -> those elements in canonical flat order. Kinds: `weights` and the moments."""
@@ -88,7 +92,8 @@ class Unit:
         self._value, self._gradient, *rest = cut_alike(
             *([v for c, lo, hi in owned if lo < hi for v in flat.views(c, lo, hi)] for flat in buffers))
         self._copy = rest[0] if rest else []
-        self.optimizer = FlatOptimizer(job.optimizer, runs, self._value)
+        weights = layout.plan.weights
+        self.optimizer = FlatOptimizer(job.optimizer, runs, self._value, predicts=bool(weights and weights.predicts))
         self.norm_views = [v for c, lo, hi in self.counted if lo < hi and not frozen
                            for v in self.own.views(c, lo, hi)]
         self.paged: dict[Offload, list[tuple[Flat, Tensor]]] = {}
@@ -102,6 +107,13 @@ class Unit:
         self._homes = {id(flat.data): home for pairs in self.paged.values() for flat, home in pairs}
         self.taken = True
         """Whether the gradient buffer's contents have been used, so that the next backward starts from zero."""
+        self.updates = 0
+        """Optimizer steps since versions are counted."""
+        self.using = CURRENT
+        """The version that modules read."""
+        self._made: dict[int, int] = {}
+        self._shelf: dict[int, Tensor] = {}
+        """Other versions. What modules read always lies in `compute`, so using another one exchanges contents."""
 
     def release(self) -> None:
         """Give back the buffers that exist only while they are used, once everything that views them is made."""
@@ -155,6 +167,57 @@ class Unit:
         for flat, _ in self.paged.get("optimizer", ()):
             flat.wait()
         self.optimizer.step(self._value, self._gradient, scale, lr, self._copy)
+        self.updates += 1
+
+    @property
+    def read(self) -> tuple[int, int]:
+        """The version that modules read, and how many updates had been made when it was."""
+        return (self.updates, self.updates) if self.using == CURRENT else (self.using, self._made[self.using])
+
+    @property
+    def version_bytes(self) -> int:
+        return sum(t.nbytes for t in self._shelf.values())
+
+    def keep(self, version: int) -> None:
+        """Keep a copy of the current weights, which are `version`."""
+        assert version == self.updates
+        self.compute.wait()
+        current = self.compute.data if self.using == CURRENT else self._shelf[CURRENT]
+        self._shelf[version], self._made[version] = current.clone(), self.updates
+
+    def anticipate(self, version: int, rates: Sequence[float]) -> None:
+        """Predict the weights that will be `version`, after updates at `rates`."""
+        assert version == self.updates + len(rates)
+        using = self.using
+        self.use(CURRENT)
+        copy = self.compute.data.clone()
+        ours = Flat(self.weights.parts, copy, owner=False)
+        views = [v for c, lo, hi in self._stored if lo < hi for v in ours.views(c, lo, hi)]
+        value, out = cut_alike(self._value, views)
+        self.optimizer.anticipate(value, out, rates)
+        self._shelf[version], self._made[version] = copy, self.updates
+        self.use(using)
+
+    def use(self, version: int) -> None:
+        """Let modules read a version from here on."""
+        self.compute.wait()
+        if version != self.using:
+            other = self._shelf.pop(version)
+            for mine, theirs in zip(*(torch.split(t, _EXCHANGED) for t in (self.compute.data, other))):
+                before = mine.clone()
+                mine.copy_(theirs)
+                theirs.copy_(before)
+            self._shelf[self.using], self.using = other, version
+
+    def drop(self, version: int) -> None:
+        """Give up a version; the current weights are used again if it was in use."""
+        if version == self.using:
+            self.compute.wait()
+            self.compute.data.copy_(self._shelf.pop(CURRENT))
+            self.using = CURRENT
+        else:
+            del self._shelf[version]
+        del self._made[version]
 
     def _slices(self) -> Iterator[tuple[str, int, int, list[Tensor], int, bool]]:
         """What is stored, by tensors: key, from, to, the values, where the moments lie, whether it is counted here."""
@@ -174,7 +237,7 @@ class Unit:
                 for key, a, b, offset in self._layout.slices(self.index, part.column, part.lo, part.hi):
                     at = part.offset + offset
                     self.home(flat.data)[at:at + b - a].copy_(read(key, "weights", a, b))
-        if moments:
+        if moments and self.optimizer.rule.moments:  # what plain SGD keeps to predict from need not be in a checkpoint
             for key, a, b, _, at, _ in self._slices():
                 for kind, state in self.optimizer.state.items():
                     self.home(state)[at:at + b - a].copy_(read(key, kind, a, b))

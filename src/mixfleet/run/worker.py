@@ -7,7 +7,7 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from mixfleet.cluster import Cluster
 from mixfleet.cost.kernels import fused_attention
@@ -28,15 +29,16 @@ from mixfleet.run.checkpoint import Reader, Saving, State
 from mixfleet.run.collective import Fabric
 from mixfleet.run.crew import Crew
 from mixfleet.run.huggingface import open_weights
-from mixfleet.run.interpreter import Interpreter, MicroBatch
+from mixfleet.run.interpreter import Interpreter, MicroBatch, StepResult
 from mixfleet.run.launch import Failure, Options, RankReport, TrainResult
 from mixfleet.run.metrics import StepMetrics
 from mixfleet.run.optim import learning_rate
 from mixfleet.run.recorder import Recorder
 from mixfleet.run.source import Source
+from mixfleet.run.stream import Stream
 from mixfleet.run.tensor import ContextGroup, OnComm, TensorGroup
 from mixfleet.run.watch import Watch
-from mixfleet.trace import Trace
+from mixfleet.trace import Trace, within
 
 Tell = Callable[[Any], None]
 _TIMEOUT = timedelta(minutes=10)
@@ -84,10 +86,11 @@ class Rank:
         given = role, job, self.layout, self.fabric
         self.interpreter: Interpreter | Crew = (
             Crew(*given, modules, source.shape, source.loss) if role.more else
-            Interpreter(*given, modules[0], source.shape, source.loss))
+            (Interpreter if plan.synchronous else Stream)(*given, modules[0], source.shape, source.loss))
         self.step = 0
         self.saving: Saving | None = None
         """The checkpoint under way."""
+        self._batches: list[MicroBatch] = []
 
     def balance(self, steps: int, band: float) -> Rebalance | None:
         """Give samples of slow replicas to fast ones, by what they took in the last `steps`; None if all is well."""
@@ -116,8 +119,17 @@ class Rank:
     def _pipelines(self) -> list[Pipeline]:
         return [self.plan.pipelines[place.pipeline] for place in self.places]
 
-    def locate(self, batches: list[MicroBatch]) -> NotFinite:
-        """Where a broken step broke, as all ranks see it."""
+    @property
+    def lag(self) -> int:
+        """Steps that are under way when one is known to be done."""
+        return self.interpreter.depth + 2 if isinstance(self.interpreter, Stream) else 0
+
+    def locate(self) -> NotFinite:
+        """Where the last step broke, as all ranks see it."""
+        if isinstance(self.interpreter, Stream):
+            return NotFinite(f"the loss or gradient of step {self.step + 1} is not finite; a synchronous schedule "
+                             "would find the block", self.plan.ranks[0])
+        batches = self._batches
         found: list[Any] = [None] * len(self.plan.ranks)
         dist.all_gather_object(found, self.interpreter.locate(batches), group=self.fabric.world)
         first = min(((where, rank) for where, rank in zip(found, self.plan.ranks) if where), default=None)
@@ -182,6 +194,24 @@ class Rank:
                 at += size
         return found
 
+    def advance(self, until: int, stop: Callable[[], bool]) -> Iterator[StepResult]:
+        """Train to step `until`, or to one that was asked to stop after; an asynchronous pipeline is then drained."""
+        if isinstance(self.interpreter, Stream):
+            yield from self.interpreter.run(self.step, until - self.step, self.batches, self.targets, stop)
+            return
+        while self.step < until:
+            lr = learning_rate(self.job.optimizer, self.step, self.job.steps)
+            self._batches = self.batches(self.step)
+            writing = self.saving is not None and self.saving.writing
+            result = self.interpreter.step(self._batches, lr, stop=stop(), writing=writing)
+            yield result
+            if result.stop:
+                return
+
+    def targets(self, step: int) -> Tensor:
+        """Those of a step's whole global batch."""
+        return self.source.batch(step, 0, self.job.global_batch)[1]
+
     def save(self, root: Path, *, background: bool = False) -> None:
         """Begin a checkpoint, all ranks together; the one before must be committed. With `background` it is written
         while training goes on."""
@@ -229,7 +259,8 @@ class Rank:
                 state[kind] += nbytes
         peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
         return RankReport(rank=self.rank, state_bytes=state, peak_bytes=peak,
-                          sent={f"{kind}@{dst}": n for (kind, dst), n in sorted(self.fabric.sent.items())})
+                          sent={f"{kind}@{dst}": n for (kind, dst), n in sorted(self.fabric.sent.items())},
+                          met=tuple(self.interpreter.readings) if isinstance(self.interpreter, Stream) else ())
 
     def close(self) -> None:
         self.fabric.close()
@@ -271,19 +302,38 @@ def train_loop(rank: Rank, options: Options, tell: Tell, stop: Callable[[], bool
 
     if first:
         tell(rank.step)
-    while rank.step < options.steps and not stopping:
-        if rank.step >= trace_from and not rank.recorder.on:
+    steps: Iterator[StepResult] = iter(())
+    saved = rank.step
+    lag = rank.lag
+    start = time.perf_counter_ns()
+    while True:
+        if rank.step >= trace_from - lag and not rank.recorder.on:
             rank.recorder.start()
-        start = time.perf_counter_ns()
+        result = next(steps, None)
+        if result is None:  # nothing is under way: a checkpoint is due, or the end has come
+            done = stopping or rank.step >= options.steps
+            due = options.checkpoint_every and rank.step % options.checkpoint_every == 0
+            if root and rank.step > saved and (done or due):
+                if rank.saving:
+                    commit()
+                rank.save(root, background=options.async_save and not done)
+                saved = rank.step
+                if done or not options.async_save:
+                    commit()
+            if done:
+                break
+            ahead = options.checkpoint_every - rank.step % options.checkpoint_every if root and \
+                options.checkpoint_every else options.steps
+            steps = rank.advance(min(options.steps, rank.step + ahead), stop)
+            start = time.perf_counter_ns()
+            continue
+        note = ""
         lr = learning_rate(rank.job.optimizer, rank.step, rank.job.steps)
-        batches, note = rank.batches(rank.step), ""
-        writing = rank.saving is not None and rank.saving.writing
-        result = rank.interpreter.step(batches, lr, stop=stop(), writing=writing)
         if rank.recorder.on:
             rank.interpreter.finish()
-        end = time.perf_counter_ns()
+        end = result.end_ns or time.perf_counter_ns()
         if result.broken:
-            error = rank.locate(batches)
+            error = rank.locate()
             broken += 1
             if options.on_nan == "stop" or broken == _MOST_BROKEN:
                 raise error
@@ -300,21 +350,16 @@ def train_loop(rank: Rank, options: Options, tell: Tell, stop: Callable[[], bool
             if change:
                 balanced.append(change)
                 note = str(change)
-        stopping = result.stop
+        stopping = stopping or result.stop
         losses.append(result.loss)
-        if rank.recorder.on:
+        if rank.recorder.on and rank.step > trace_from:
             bounds.append((start + rank.recorder.offset_ns, end + rank.recorder.offset_ns))
         if first:
             tell(StepMetrics(step=rank.step, loss=result.loss, tokens=result.valid, seconds=(end - start) / 1e9, lr=lr,
                              grad_norm=result.grad_norm, bytes_sent=result.bytes_sent, note=note))
-        last = stopping or rank.step == options.steps
-        due = root and (last or (options.checkpoint_every and rank.step % options.checkpoint_every == 0))
-        if rank.saving and (due or not result.writing):
+        if rank.saving and not lag and not result.writing:
             commit()
-        if root and due:
-            rank.save(root, background=options.async_save and not last)
-            if last or not options.async_save:
-                commit()
+        start = end if lag else time.perf_counter_ns()
     rank.interpreter.finish()
     spans, memory = rank.recorder.stop()
     everything = rank.gather((spans, memory, rank.report(), rank.cluster.devices[rank.rank].name, bounds))
@@ -322,11 +367,15 @@ def train_loop(rank: Rank, options: Options, tell: Tell, stop: Callable[[], bool
         return None
     trace = None
     if bounds:
-        meta = {"kind": "measured", "steps_ns": [[min(b[i][0] for *_, b in everything),
-                                                  max(b[i][1] for *_, b in everything)] for i in range(len(bounds))],
+        # Asynchronous steps overlap from rank to rank: those of the first rank count.
+        shown = [everything[0][4]] if lag else [b for *_, b in everything]
+        meta = {"kind": "measured", "steps_ns": [[min(b[i][0] for b in shown), max(b[i][1] for b in shown)]
+                                                 for i in range(len(bounds))],
                 "device_names": {str(r.rank): name for _, _, r, name, _ in everything}, "tokens_per_step": tokens}
         trace = Trace(spans=tuple(s for found, *_ in everything for s in found),
                       memory=tuple(m for _, found, *_ in everything for m in found), meta=meta)
+        if lag:
+            trace = within(trace)
     return TrainResult(step=rank.step, losses=tuple(losses), stopped=stopping, trace=trace,
                        checkpoint=str(checkpoint) if checkpoint else "", ranks=tuple(r for _, _, r, _, _ in everything),
                        balanced=tuple(balanced))

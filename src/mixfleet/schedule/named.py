@@ -12,6 +12,8 @@ from functools import cache
 from itertools import product
 from typing import NamedTuple
 
+from mixfleet.schedule import asynchronous
+from mixfleet.schedule.asynchronous import Weights
 from mixfleet.schedule.greedy import B, F, I, Orders, Rule, Step, W, Work, greedy, makespan
 
 Homes = tuple[int, ...]
@@ -216,6 +218,10 @@ class Schedule(NamedTuple):
     ways: int = 1
     """Pipelines that share the devices, each with a copy of the weights."""
     even_stages: bool = False
+    weights: Weights | None = None
+    """Of an asynchronous schedule: which weights each step reads. Its `orders` span several updates."""
+    covers: bool = False
+    """Whether an update's micro-batches must cover the pipeline's depth."""
 
     def counts(self, micro_batches: int) -> tuple[int, ...]:
         """That many micro-batches, shared among the ways as evenly as can be."""
@@ -245,6 +251,9 @@ class Schedule(NamedTuple):
             low = micro_batches // stages * stages
             near = f"{low} or {low + stages}" if low else f"{stages}"
             return f"wants micro-batches in groups of {stages}; there are {micro_batches}, nearest {near}"
+        if self.covers and micro_batches < stages - 1:
+            return (f"holds two versions of the weights, for which an update of {stages} stages wants at least "
+                    f"{stages - 1} micro-batches; there are {micro_batches}")
         return None
 
 
@@ -254,6 +263,13 @@ def _straight(stages: int, rounds: int) -> Homes:
 
 def _opposite(stages: int, rounds: int) -> Homes:
     return two_ways(stages)
+
+
+def _streamed(weights: Weights, *, covers: bool = False) -> Schedule:
+    def orders(home: Homes, micro_batches: int) -> Orders:
+        return asynchronous.stream(home, micro_batches, asynchronous.enough(len(home), micro_batches), weights)
+
+    return Schedule(orders, _straight, weights=weights, covers=covers)
 
 
 _MANY = 1 << 10
@@ -270,4 +286,10 @@ SCHEDULES: dict[str, Schedule] = {
     "chimera": Schedule(chimera, _opposite, ways=2),
     "dualpipe": Schedule(dualpipe, _opposite, splits=True, ways=2, even_stages=True),
     "dualpipe-v": Schedule(dualpipe_v, waves, rounds=2, most_rounds=2, splits=True),
+    "async-1f1b": _streamed(asynchronous.NAIVE),
+    "pipedream": _streamed(asynchronous.STASH),
+    "pipedream-vertical": _streamed(asynchronous.VERTICAL),
+    "pipedream-2bw": _streamed(asynchronous.DOUBLE, covers=True),
+    "pipeoptim": _streamed(asynchronous.PREDICT),
+    "xpipe": _streamed(asynchronous.BELLWETHER),
 }

@@ -6,7 +6,8 @@ import itertools
 from collections import Counter
 from typing import NamedTuple
 
-from mixfleet.schedule.greedy import F, I, Orders, Step, W, Work, makespan
+from mixfleet.schedule.asynchronous import STEP, Readings, fill, readings
+from mixfleet.schedule.greedy import B, F, I, Orders, Step, W, Work, timeline
 from mixfleet.schedule.named import SCHEDULES, Homes
 
 
@@ -17,7 +18,7 @@ class Properties(NamedTuple):
     home: Homes
     micro_batches: int
     bubble: float
-    """Share of all devices' time in which they do nothing."""
+    """Share of all devices' time in which they do nothing; of an asynchronous schedule, between fill and drain."""
     over_ideal: float
     """The same over the time that the work alone takes, as most papers count it."""
     in_flight: tuple[float, ...]
@@ -28,7 +29,13 @@ class Properties(NamedTuple):
     """Of the weights, on all devices together."""
     splits: bool
     synchronous: bool
-    """Whether every gradient is that of the weights at the start of the step: no step is taken inside the order."""
+    """Whether every gradient is that of the weights which it changes."""
+    versions: tuple[int, ...]
+    """The most versions of its weights that each device holds, the current one included."""
+    staleness: tuple[tuple[int, int], ...]
+    """Least and most updates between the weights that a forward knew and those that its gradient changes."""
+    backward: str
+    """Whether a backward sees the weights of its forward: `same`, those `predicted` for it, or `newer` ones."""
     wants: str
     """What it asks of chunks and micro-batches."""
 
@@ -38,7 +45,7 @@ def in_flight(order: tuple[Step, ...]) -> int:
     halved = {(k, m) for op, k, m in order if op == W}
     held = peak = 0
     for op, k, m in order:
-        held += 1 if op == F else -1 if op == W or (k, m) not in halved else 0
+        held += 1 if op == F else -1 if op == W or (op in (B, I) and (k, m) not in halved) else 0
         peak = max(peak, held)
     return peak
 
@@ -72,19 +79,42 @@ def even_work(name: str, home: Homes, micro_batches: int, *, splits: bool) -> Wo
                 starts=starts)
 
 
+def computes(orders: Orders) -> Orders:
+    """Forwards and backwards only, without what is done to the weights."""
+    return tuple(tuple(step for step in order if step[0] in (F, B, I, W)) for order in orders)
+
+
 def of_orders(name: str, home: Homes, micro_batches: int, orders: Orders) -> Properties:
     """Of any sound orders; `name` need not be a named schedule."""
     splits = any(op == W for order in orders for op, _, _ in order)
     work = even_work(name, home, micro_batches, splits=splits)
     copies = len(work.starts)
     rounds = len(home) // len(orders) // copies
-    span = makespan(work, orders)
-    ideal = 3.0 * micro_batches
     hops = sum(a != b and not work.ends(k) for k, (a, b) in enumerate(itertools.pairwise(home)))
+    ideal = 3.0 * micro_batches
+    updates = sum(op == STEP for op, _, _ in orders[0])
+    depth = fill(len(orders), micro_batches) if updates else 0
+    done = timeline(work, computes(orders))
+    if updates:  # all devices go on at one pace: that of the first between its updates
+        first, last = ((u + 1) * micro_batches - 1 for u in (depth, updates - depth - 1))
+        span = (done[B, 0, last][1] - done[B, 0, first][1]) / (updates - 2 * depth - 1)
+    else:
+        span = max(end for _, end in done.values())
+    read = [readings(order if updates else (*order, *((STEP, k, 0) for k in range(len(home))))) for order in orders]
+    settled = range(depth * micro_batches, (max(updates, 1) - depth) * micro_batches)
+    late = [[r.staleness for (_, m), r in one.of.items() if m in settled] for one in read]
     return Properties(
-        name, home, micro_batches, 1 - ideal / span, span / ideal - 1,
+        name, home, micro_batches, max(0.0, 1 - ideal / span), max(0.0, span / ideal - 1),
         tuple(in_flight(order) / rounds for order in orders), 2 * hops // copies, copies, splits,
-        all(op in "FBIW" for order in orders for op, _, _ in order), _wants(name))
+        not any(map(any, late)), tuple(one.copies for one in read), tuple((min(n), max(n)) for n in late), _sees(read),
+        _wants(name))
+
+
+def _sees(read: list[Readings]) -> str:
+    every = [r for one in read for r in one.of.values()]
+    if any(r.forward != r.backward for r in every):
+        return "newer"
+    return "predicted" if any(r.made != r.forward for r in every) else "same"
 
 
 def _wants(name: str) -> str:
@@ -100,4 +130,5 @@ def _wants(name: str) -> str:
         + (", round and round" if sample[3] == 0 else ", there and back"),
         f"{schedule.ways} pipelines in opposite directions" if schedule.ways > 1 else "",
         "an even number of stages" if schedule.even_stages else "",
-        "micro-batches in groups of the stages" if schedule.divides else "")))
+        "micro-batches in groups of the stages" if schedule.divides else "",
+        "at least as many micro-batches per update as stages, less one" if schedule.covers else "")))

@@ -61,7 +61,8 @@ def search(work: Work, limit: tuple[int, ...] | None = None, *, played: int = PL
             raise InputError(f"device {d} may hold {most} chunks of micro-batches; it needs {n} for a single one")
     named = {}
     for name, schedule in SCHEDULES.items():
-        if schedule.why_not(work.home, work.micro_batches) is None and (work.weight or not schedule.splits):
+        suits = not schedule.weights and (work.weight or not schedule.splits)
+        if suits and schedule.why_not(work.home, work.micro_batches) is None:
             orders = schedule.orders(work.home, work.micro_batches)
             orders = halves(orders) if work.weight else orders
             if all(in_flight(order) <= most for order, most in zip(orders, limit)):

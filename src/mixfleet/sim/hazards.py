@@ -8,9 +8,12 @@ a stream, since the stream's order implies the others. A test holds the two equa
 from __future__ import annotations
 
 from mixfleet.program.action import (
+    ANTICIPATE,
+    DROP,
     FREE_STATE,
     FREE_WEIGHTS,
     GATHER,
+    KEEP,
     LOAD_STATE,
     LOAD_WEIGHTS,
     NORM,
@@ -25,6 +28,7 @@ from mixfleet.program.action import (
     SEND_GRAD,
     STEP,
     SYNC,
+    USE,
     Action,
     B,
     F,
@@ -40,12 +44,12 @@ def hazards(actions: tuple[Action, ...], layout: Layout) -> list[tuple[int, ...]
     tied = [tuple(u for u in units if u >= blocks) for units in layout.units_of_block]
     some_tied = any(tied)
     used, computed = [-1] * count, [-1] * count  # last F or B that read the weights; last B of the gradient
-    ready, moved = [-1] * count, [-1] * count  # last G or X; last R or Y
+    ready, moved = [-1] * count, [-1] * count  # last G, X or P; last R or Y
     stepped, loaded, saved = [-1] * count, [-1] * count, [-1] * count
     loads = any(a.op == LOAD_WEIGHTS for a in actions)
     received: dict[tuple[str, int, int], int] = {}
     made: dict[tuple[str, int, int], int] = {}
-    reduced = -1
+    reduced, normed = -1, False
     found: list[tuple[int, ...]] = []
     for i, (op, lo, hi, mb, *_) in enumerate(actions):
         needs: tuple[int, ...] = ()
@@ -95,15 +99,18 @@ def hazards(actions: tuple[Action, ...], layout: Layout) -> list[tuple[int, ...]
             needs = (made[B, lo, mb],)
         elif op == NORM:
             needs = (reduced,)
+            normed = True
         elif op == STEP:
             # Without loads it stands behind the computing that used the last gather.
-            needs = tuple(sorted({loaded[lo], ready[lo] if loads else -1} - {-1}))
+            needs = tuple(sorted({loaded[lo], ready[lo] if loads else -1, -1 if normed else moved[lo]} - {-1}))
             stepped[lo] = i
             if loads:
                 ready[lo] = i
         elif op == PUBLISH:
             needs = (stepped[lo],)
-            if loads:
-                ready[lo] = i
+            ready[lo] = i
+        elif op in (KEEP, ANTICIPATE, USE, DROP):
+            before = {*ready[lo:hi], *(ready[u] for b in range(lo, hi) for u in tied[b])} - {-1}
+            needs = tuple(sorted(before))
         found.append(needs if needs != (-1,) else ())
     return found

@@ -11,14 +11,17 @@ from typing import NamedTuple
 
 from mixfleet.cluster import Cluster
 from mixfleet.cost.clock import held_cost
-from mixfleet.cost.kernels import accumulate_s, host_copy_s, optimizer_s
+from mixfleet.cost.kernels import accumulate_s, anticipate_s, copy_s, host_copy_s, optimizer_s
 from mixfleet.cost.memory import state_bytes
 from mixfleet.cost.network import Ports, collective_s
 from mixfleet.job import Job
 from mixfleet.model.spec import Block, TensorComm
 from mixfleet.plan import Plan, Stage
 from mixfleet.program.action import (
+    ANTICIPATE,
+    DROP,
     GATHER,
+    KEEP,
     LOAD_STATE,
     LOAD_WEIGHTS,
     NORM,
@@ -32,6 +35,7 @@ from mixfleet.program.action import (
     SEND_GRAD,
     STEP,
     SYNC,
+    USE,
     Action,
     B,
     F,
@@ -126,7 +130,7 @@ class _Player:
 
     def __init__(self, program: Program, plan: Plan, job: Job, cluster: Cluster, layout: Layout, fold: bool) -> None:
         self._layout, self._devices = layout, cluster.devices
-        self._sizes = [pipeline.micro_batches for pipeline in plan.pipelines]
+        self._sizes = [pipeline.micro_batches * max(program.updates, 1) for pipeline in plan.pipelines]
         self._roles = {(role.pipeline, role.stage): role for role in program.roles}
         self._traffic = Traffic(plan, job, cluster, layout)
         self._pricing = Pricing(plan, job, cluster, layout, self._traffic)
@@ -404,12 +408,15 @@ class Pricing:
             key: tuple[object, ...] = (self.kind(e), action.op, action.lo, action.hi, micro_batch)
         elif action.op == STEP or action.op in HOST:
             key = (e, action.op, self._alike[action.lo])
+        elif action.op in (KEEP, ANTICIPATE, USE, DROP):
+            key = (e, action.op, action.lo, action.hi)
         else:
             return ()
         if key not in self._known:
             first = self._alike[action.lo]
             made = (self._step(e, first) if action.op == STEP else self._copy(e, action.op, first) if action.op in HOST
-                    else self._blocks(e, action, micro_batch))
+                    else self._blocks(e, action, micro_batch) if action.op in (F, B, I, W)
+                    else self._version(e, action))
             self._known[key] = tuple(Part(c, ns) for c, s in made if (ns := round(s * NS_PER_S)))
         return self._known[key]
 
@@ -455,6 +462,17 @@ class Pricing:
         entity = self._entities[e]
         sizes = [host_bytes(self._layout, self._job, unit, post, op) for post in entity.posts]
         return [(HOST[op], max(host_copy_s(n, self._cluster.devices[r]) for r, n in zip(entity.ranks, sizes)))]
+
+    def _version(self, e: int, action: Action) -> list[tuple[str, float]]:
+        """Copies of weights are made, exchanged with those in use, and predicted at the pace of the memory."""
+        layout, entity, job = self._layout, self._entities[e], self._job
+        units = layout.trained(action.lo, action.hi)
+        slowest = 0.0
+        for rank in entity.ranks:
+            count, device = sum(layout.compute_elements(u, rank) for u in units), self._cluster.devices[rank]
+            slowest = max(slowest, anticipate_s(count, device, job) if action.op == ANTICIPATE else
+                          copy_s(count, device, job) * (2 if action.op == USE else 1))
+        return [("optimizer", slowest)]
 
     def _step(self, e: int, unit: int) -> list[tuple[str, float]]:
         layout, entity = self._layout, self._entities[e]

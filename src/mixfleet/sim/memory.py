@@ -1,9 +1,9 @@
 """What a device holds as simulated time goes on: each action allocates at its start and frees at its end.
 
 A forward keeps what its backward needs (by recompute mode), a backward brings back what recompute had dropped and
-frees both (a split one at the end of its weight half); gathers hold weights until their release, sharded gradients a
-buffer until hop 1 has taken it. Messages are held from the start of a receive to its use, and from their making to
-the end of a send.
+frees both (a split one at the end of its weight half); gathers hold weights until their release, copies of weights
+are there until they are dropped, and sharded gradients have a buffer until hop 1 has taken it. Messages are held from
+the start of a receive to its use, and from their making to the end of a send.
 """
 
 from __future__ import annotations
@@ -26,10 +26,13 @@ from mixfleet.cost.memory import (
 from mixfleet.job import Job
 from mixfleet.plan import Plan
 from mixfleet.program.action import (
+    ANTICIPATE,
+    DROP,
     FREE_STATE,
     FREE_WEIGHTS,
     GATHER,
     JOINT,
+    KEEP,
     LOAD_STATE,
     LOAD_WEIGHTS,
     RECV_ACT,
@@ -51,10 +54,11 @@ from mixfleet.sim.interpreter import Row, host_bytes
 from mixfleet.sim.traffic import alike
 
 HOLDS = ("weights", "gradients", "master", "moments", "activations", "messages", "gathered weights",
-         "gradient buffers", "recomputed", "workspace", "optimizer temporaries", "loaded state", "offloaded state")
+         "gradient buffers", "recomputed", "workspace", "optimizer temporaries", "loaded state", "offloaded state",
+         "weight versions")
 """What tensors are held for. A breakdown has besides `framework` and `allocator`."""
 _WEIGHTS, _GRADIENTS, _MASTER, _MOMENTS, _SAVED, _MESSAGES, _GATHERED = range(7)
-_BUFFERS, _AGAIN, _WORK, _OPTIMIZER, _LOADED, _AWAY = range(7, 13)
+_BUFFERS, _AGAIN, _WORK, _OPTIMIZER, _LOADED, _AWAY, _VERSIONS = range(7, 14)
 
 
 class Peak(NamedTuple):
@@ -104,7 +108,9 @@ def static(layout: Layout, job: Job, rank: int) -> Static:
     away = layout.plan.pipelines[place.pipeline].stages[place.stage].offload
     weights = 0 if "weights" in away else totals["weights"] + updated
     state = state_bytes(job, weights, totals["gradients"] + own, totals["optimizer"])
-    return Static(*state[:2], 0, 0) if "optimizer" in away else Static(*state)
+    if "optimizer" in away:
+        return Static(*state[:2], 0, 0)
+    return Static(*state[:3], _moments(layout, job, totals["optimizer"]))
 
 
 def offloaded(layout: Layout, job: Job, post: int) -> int:
@@ -114,6 +120,14 @@ def offloaded(layout: Layout, job: Job, post: int) -> int:
     return sum(host_bytes(layout, job, u, post, ops[kind])
                for kind in layout.plan.pipelines[place.pipeline].stages[place.stage].offload
                for u in layout.units_of_stage(place.pipeline, place.stage))
+
+
+def _moments(layout: Layout, job: Job, elements: int) -> int:
+    """Bytes of moments; plain SGD keeps its last gradient where weights are predicted from it."""
+    weights = layout.plan.weights
+    if weights and weights.predicts and not job.optimizer.moments:
+        job = job.replace(optimizer=job.optimizer.replace(momentum=1.0))
+    return state_bytes(job, 0, 0, elements).moments
 
 
 _KINDS: tuple[Kind, ...] = ("weights", "gradients", "optimizer")
@@ -241,11 +255,14 @@ class _Walk:
 
     def events(self) -> list[Event]:
         """All changes; those of moments are what a fresh run makes in its first step."""
-        row, sizes = self._row, self._pipe.micro_batches
+        row = self._row
+        one = self._pipe.micro_batches
+        sizes = one * (1 + max((a.mb for a in row.actions if a.op == F), default=0) // len(one))
         found: list[Event] = []
         add = found.append
         waiting: dict[tuple[str, int, int], int] = {}
         buffers: set[int] = set()
+        stepped: set[int] = set()
         sent = {(a.op, boundary(a)) for a in map(row.actions.__getitem__, self._mine) if a.op in (SEND_ACT, SEND_GRAD)}
         if self._layered:  # what one block hands to the next waits for it as a message would
             inner = range(1, len(self._job.model.blocks))
@@ -300,10 +317,15 @@ class _Walk:
                 add((end, -self._gradient(action.lo), _BUFFERS, i))
             elif op == STEP:
                 owned = self._unit(action.lo)[1]
-                if "optimizer" not in self._stage.offload:
-                    add((start, state_bytes(self._job, 0, 0, owned).moments, _MOMENTS, i))
+                if "optimizer" not in self._stage.offload and action.lo not in stepped:
+                    stepped.add(action.lo)
+                    add((start, _moments(self._layout, self._job, owned), _MOMENTS, i))
                 nbytes = optimizer_temporary_bytes(owned, self._job)
                 if nbytes:
                     add((start, nbytes, _OPTIMIZER, i))
                     add((end, -nbytes, _OPTIMIZER, i))
+            elif op in (KEEP, ANTICIPATE, DROP):
+                units = self._layout.trained(action.lo, action.hi)
+                nbytes = sum(self._unit(u)[0] for u in units) * self._job.bytes.weight_bytes
+                add((end, -nbytes, _VERSIONS, i) if op == DROP else (start, nbytes, _VERSIONS, i))
         return found

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from math import ceil
 
 from mixfleet import trace as tr
@@ -15,9 +17,10 @@ from mixfleet.cost.money import price_per_million_tokens, step_energy_j, step_pr
 from mixfleet.errors import InputError
 from mixfleet.job import Job
 from mixfleet.plan import Plan, why_not
-from mixfleet.program.action import Action, B, F, Program, stream_of
+from mixfleet.program.action import PUBLISH, STEP, Action, B, F, Program, stream_of
 from mixfleet.program.layout import Layout
 from mixfleet.program.lower import lower
+from mixfleet.schedule.asynchronous import fill
 from mixfleet.schedule.named import SCHEDULES
 from mixfleet.schedule.properties import in_flight
 from mixfleet.sim.interpreter import CATEGORY, Played, Row, play
@@ -53,7 +56,7 @@ class DeviceUse(Spec, frozen=True, kw_only=True):
     phase: str
     """What begins when the peak begins: `backward of micro-batch 0, blocks 3 to 7`."""
     peak_s: float
-    """Seconds into the step at which it begins."""
+    """Seconds into the step at which it begins; under an asynchronous schedule, into the fill."""
     breakdown: dict[str, int]
     """Bytes at the peak, by what holds them."""
     more: tuple[tuple[int, int], ...] = ()
@@ -81,7 +84,8 @@ class Share(Spec, frozen=True, kw_only=True):
 
 
 class Prediction(Spec, frozen=True, kw_only=True):
-    """One optimizer step of a plan in steady state, from its first action to its last."""
+    """One optimizer step of a plan in steady state, from its first action to its last. Under an asynchronous schedule
+    the mean of some steps between fill and drain; memory is that of all, fill included."""
 
     step_s: float
     tokens_per_s: float
@@ -163,7 +167,7 @@ def _predicted(plan: Plan, job: Job, cluster: Cluster, trace: bool, sent: bool) 
     memories = {(r, rank): follow(row, rank, plan, job, cluster, layout)
                 for r, row in enumerate(played.rows) for rank in _kinds(row, cluster).values()}
     record = _trace(played, memories if trace else {}, plan, job, cluster, named=trace)
-    step_s = played.end_ns / NS_PER_S
+    step_s = tr.step_s(record)
     devices = _devices(played, memories, job, cluster, layout, tr.utilization(record))
     crowded = tuple(_crowded(devices, cluster))
     used = [cluster.devices[rank] for rank in plan.ranks]
@@ -178,7 +182,7 @@ def _predicted(plan: Plan, job: Job, cluster: Cluster, trace: bool, sent: bool) 
         bound=_bound(critical, devices), critical=critical, cost_per_step=step_price(used, step_s),
         cost_per_million_tokens=price_per_million_tokens(used, step_s, job.tokens_per_step),
         energy_j=step_energy_j(used, step_s),
-        sent_bytes=bytes_sent(program, plan, job, layout) if sent else None,
+        sent_bytes=bytes_sent(lower(plan, job.model, layout, updates=1), plan, job, layout) if sent else None,
         trace=record if trace else None)
 
 
@@ -214,6 +218,7 @@ def _trace(played: Played, memories: dict[tuple[int, int], Memory], plan: Plan, 
     names: dict[str, str] = {}
     counts: dict[str, int] = {}
     row_of: dict[str, int] = {}
+    steps = _steps(played, plan)
     for r, row in enumerate(played.rows):
         device = row.entity.ranks[0]
         for action, parts, start, end in zip(row.actions, row.parts, row.start_ns, row.end_ns, strict=True):
@@ -232,11 +237,29 @@ def _trace(played: Played, memories: dict[tuple[int, int], Memory], plan: Plan, 
         counts[str(device)] = sum(len(m.ranks) for m in row.members)
         row_of |= {str(rank): device for m in row.members for rank in m.ranks}
     model, hardware = flops_per_step(job, plan)
-    return Trace(spans=tuple(spans), memory=tuple(marks), meta={
-        "kind": "predicted", "steps_ns": [[0, played.end_ns]], "device_names": names, "multiplicity": counts,
+    found = Trace(spans=tuple(spans), memory=tuple(marks), meta={
+        "kind": "predicted", "steps_ns": [[a, b] for a, b in pairwise(steps)],
+        "device_names": names, "multiplicity": counts,
         "row_of": row_of, "tokens_per_step": job.tokens_per_step, "model_flops_per_step": model,
         "hardware_flops_per_step": hardware, "peak_flops": sum(
             d.flops[compute_dtype(d, job.precision)] * d.share for d in (cluster.devices[r] for r in plan.ranks))})
+    return found if plan.synchronous else tr.within(found)
+
+
+def _steps(played: Played, plan: Plan) -> list[int]:
+    """Where steps end, in ns: the whole program, or the updates of an asynchronous one between fill and drain."""
+    if plan.synchronous:
+        return [0, played.end_ns]
+    ends: dict[int, int] = {}
+    for row in played.rows:
+        turns: Counter[tuple[str, int]] = Counter()
+        for action, end in zip(row.actions, row.end_ns, strict=True):
+            if action.op in (STEP, PUBLISH):
+                update = turns[action.op, action.lo]
+                ends[update] = max(end, ends.get(update, 0))
+                turns[action.op, action.lo] += 1
+    depth = max(fill(len(p.stages), len(p.micro_batches)) for p in plan.pipelines)
+    return [ends[u] for u in range(depth, len(ends) - depth)]
 
 
 def _phase(action: Action | None) -> str:
@@ -247,7 +270,8 @@ def _phase(action: Action | None) -> str:
     if action.op in (F, B):
         return f"{'forward' if action.op == F else 'backward'} of micro-batch {action.mb}, {blocks}"
     what = {"RA": "receiving activations", "RG": "receiving gradients", "G": "gathering weights",
-            "S": "the optimizer step", "R": "reducing gradients"}.get(action.op, str(action))
+            "S": "the optimizer step", "R": "reducing gradients",
+            "K": "keeping a version of the weights", "A": "predicting weights"}.get(action.op, str(action))
     return f"{what}, {blocks}"
 
 

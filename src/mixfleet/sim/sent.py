@@ -37,7 +37,7 @@ def bytes_sent(program: Program, plan: Plan, job: Job, layout: Layout) -> dict[s
             if op in (SEND_ACT, SEND_GRAD):
                 block = job.model.blocks[action.hi - 1 if op == SEND_ACT else action.lo - 1]
                 for r, ranks in enumerate(groups):
-                    nbytes = boundary_bytes(block, sizes[action.mb], tokens[r], 1, job)
+                    nbytes = boundary_bytes(block, sizes[action.mb % len(sizes)], tokens[r], 1, job)
                     here = Entity(role.pipeline, role.stage, first + r, ranks)
                     there = Entity(role.pipeline, action.peer, first + r, stages[action.peer].ranks(r))
                     for rank, _, n in shards(here, there, nbytes):
@@ -55,7 +55,7 @@ def bytes_sent(program: Program, plan: Plan, job: Job, layout: Layout) -> dict[s
             elif op in (F, B, I):
                 modes = stage.modes
                 for ranks, length in zip(groups, tokens) if stage.tensor > 1 or pipeline.context > 1 else ():
-                    shape = (sizes[action.mb], length, stage.tensor)
+                    shape = (sizes[action.mb % len(sizes)], length, stage.tensor)
                     sent = Counter[str]()
                     for b in range(action.lo, action.hi):
                         sent += _inside(job.model.blocks[b], action, shape, pipeline.context, job, modes[b])
