@@ -91,6 +91,8 @@ class Outcome(NamedTuple):
     spans: list[Any]
     memory: list[Any]
     met: tuple[Any, ...] = ()
+    told: Any = None
+    """What the source has to say, if it can tell."""
 
 
 class Case(NamedTuple):
@@ -99,6 +101,8 @@ class Case(NamedTuple):
     steps: int = 4
     masked: bool = False
     trace: bool = False
+    source: Any = None
+    """In place of the job's own model and data."""
     sabotage: str = ""
     """`accumulate`: hop 1 forgets earlier micro-batches. `hop 2`: groups do not hear of each other."""
 
@@ -107,7 +111,7 @@ def carry_out(case: Case, process: int) -> Outcome:
     """Be one rank of a case."""
     from mixfleet.run.worker import Rank
 
-    source = (MaskedSource if case.masked else DecoderSource)(case.job)
+    source = case.source or (MaskedSource if case.masked else DecoderSource)(case.job)
     rank = Rank(case.plan, case.job, CLUSTER, source, process)
     rank.start()
     if case.sabotage == "accumulate":
@@ -129,7 +133,8 @@ def carry_out(case: Case, process: int) -> Outcome:
                       [p for u in units for p in u.pieces()],
                       [(u.index, p.column, p.lo, p.hi, u.home(u.weights.data)[p.offset:p.offset + p.hi - p.lo].clone())
                        for u in units for p in u.weights.parts],
-                      rank.fabric.sent, rank.report().state_bytes, spans, memory, rank.report().met)
+                      rank.fabric.sent, rank.report().state_bytes, spans, memory, rank.report().met,
+                      source.outcome() if hasattr(source, "outcome") else None)
     rank.close()
     return outcome
 

@@ -85,7 +85,7 @@ def test_synchronous_schedules_have_no_late_gradients() -> None:
     for name in ("gpipe", "1f1b", "zb-h1", "interleaved"):
         found = properties(name, 3, 6)
         assert not isinstance(found, str)
-        assert (found.synchronous, found.backward, set(found.copies)) == (True, "same", {1})
+        assert (found.synchronous, found.backward, set(found.versions)) == (True, "same", {1})
         assert set(found.staleness) == {(0, 0)}
 
 

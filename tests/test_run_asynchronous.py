@@ -3,19 +3,30 @@ versions met as the program says, and the constant-gradient tests that decide ho
 
 from __future__ import annotations
 
+import signal
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from mixfleet.job import Optimizer
+from mixfleet.errors import InputError
+from mixfleet.job import Job, Optimizer
 from mixfleet.plan import Plan, Sharding, why_not
 from mixfleet.program.action import by_block
+from mixfleet.program.layout import Layout
 from mixfleet.program.lower import lower
+from mixfleet.run import train
+from mixfleet.run.checkpoint import Reader
+from mixfleet.run.metrics import StepMetrics
 from mixfleet.run.modules import build_blocks
-from mixfleet.run.source import DecoderSource
+from mixfleet.run.source import DecoderSource, ModulesSource
 from mixfleet.run.state import Numbers
+from mixfleet.run.trainer import capture
 from mixfleet.schedule.asynchronous import readings
+from mixfleet.sim.sent import bytes_sent
 from run_pool import CLUSTER, Case, MaskedSource, Pool, job, pipe, plan
 
 ADAM = Optimizer(lr=3e-2, weight_decay=0.1)
@@ -145,7 +156,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = ("pipedream", "2bw", "naive", "pipeoptim, momentum", "pipedream, two replicas, masked")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES])
 def test_equals_one_process_that_reads_the_stated_versions(pool: Pool, name: str) -> None:
     case = CASES[name]
     assert why_not(case.plan, case.job, CLUSTER) is None
@@ -181,3 +195,159 @@ def _met_what_the_program_says(case: Case, found: list[object]) -> None:
                 assert one.staleness == read.staleness
                 assert (one.forward, one.made, one.backward) == by_hand(
                     case.plan.schedule, len(pipeline.stages), len(pipeline.micro_batches), s, mb)
+
+
+class _Look(torch.autograd.Function):
+    """x + w, which tells what w is in forward, and what it is when the gradient comes back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, told: list[Any]) -> torch.Tensor:
+        ctx.w, ctx.told = w, told
+        told.append(("F", w.detach().clone()))
+        return x + w
+
+    @staticmethod
+    def backward(ctx: Any, *grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        ctx.told.append(("B", ctx.w.detach().clone()))
+        return grad[0], grad[0].sum(0), None
+
+
+class Adds(torch.nn.Module):
+    """Its gradient is the same whatever its weights: with the sum as loss, the number of samples."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.arange(width, dtype=torch.float64))
+        self.told: list[Any] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = _Look.apply(x, self.w, self.told)
+        return out
+
+
+def total(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return (output * targets).sum()
+
+
+class LinearSource(ModulesSource):
+    """Blocks that add, on samples that are all alike."""
+
+    def outcome(self) -> dict[int, list[Any]]:
+        return {b: block.told for b, block in enumerate(self.blocks) if block.told}  # type: ignore[misc]
+
+
+def constant(schedule: str, micro_batches: int, rule: Optimizer, steps: int) -> tuple[Case, int]:
+    """Four stages of one block each, whose gradients never change."""
+    blocks = [Adds(3) for _ in range(4)]
+    inputs, targets = torch.zeros(1, 3, dtype=torch.float64), torch.tensor([[1.0, -0.5, 2.0]], dtype=torch.float64)
+    model, shapes = capture(blocks, inputs, torch.float64, "adds")  # type: ignore[arg-type]
+    made = Job(name="adds", model=model, seq_len=1, global_batch=micro_batches, precision="fp64", steps=steps,
+               optimizer=rule)
+    source = LinearSource(made, [Adds(3) for _ in range(4)], total, inputs, targets, shapes)  # type: ignore[arg-type]
+    where = plan(pipe((0, 1, 2, 3, 4), (0,), (1,), (2,), (3,), samples=micro_batches, micro_batch=1),
+                 schedule=schedule)
+    return Case(where, made, steps, source=source), micro_batches
+
+
+@pytest.mark.parametrize(("schedule", "micro_batches"), [
+    ("pipeoptim", 1), pytest.param("pipeoptim", 2, marks=pytest.mark.slow), ("xpipe", 2),
+    pytest.param("xpipe", 3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rule", [PLAIN, Optimizer(name="sgd", lr=0.1, momentum=0.4, weight_decay=0.0),
+                                  Optimizer(lr=0.02, weight_decay=0.3)], ids=["sgd", "momentum", "adamw"])
+def test_predicted_weights_are_those_of_the_backward(pool: Pool, schedule: str, micro_batches: int,
+                                                     rule: Optimizer) -> None:
+    """The off-by-one of S22 and S34: with a constant gradient, what a forward predicts is what its backward finds, if
+    it looks ahead by the updates between them, p - 1 - i for one micro-batch per update."""
+    steps = 36 if rule.momentum else 9
+    case, size = constant(schedule, micro_batches, rule, steps)
+    found = pool.run(case)
+    settled = steps - 4 if rule.momentum else 5  # in updates; the momentum needs as many to be within 1e-9
+    for stage, outcome in enumerate(found):
+        looks = outcome.told[stage]
+        forward, backward = ([w for op, w in looks if op == which] for which in "FB")
+        assert len(forward) == len(backward) == steps * size
+        for one in outcome.met:
+            mb = one.step * size + one.micro_batch
+            if one.step >= settled:
+                torch.testing.assert_close(forward[mb], backward[mb], rtol=0, atol=1e-8)
+        moved = (backward[-1] - backward[-1 - size]).abs().min()
+        assert moved > 1e-3  # so that one update more or less would show
+        if micro_batches == 1:
+            late = [one.step - one.made for one in outcome.met if one.step >= 4]
+            assert set(late) == {len(found) - 1 - stage}
+
+
+@pytest.mark.parametrize("schedule", ["async-1f1b", "pipedream"])
+def test_without_prediction_the_weights_are_as_old_as_stated(pool: Pool, schedule: str) -> None:
+    case, _ = constant(schedule, 1, PLAIN, 9)
+    for stage, outcome in enumerate(pool.run(case)):
+        forward, backward = ([w for op, w in outcome.told[stage] if op == which] for which in "FB")
+        step = torch.tensor([0.5, -0.25, 1.0], dtype=torch.float64)  # lr times the gradient
+        late = 3 - stage
+        for mb in range(4, 9):
+            start = torch.arange(3, dtype=torch.float64)
+            torch.testing.assert_close(forward[mb], start - (mb - late) * step)
+            torch.testing.assert_close(backward[mb], start - (mb - (late if schedule == "pipedream" else 0)) * step)
+
+
+@pytest.mark.parametrize("name", ["pipedream", "naive"])
+def test_bytes_are_those_predicted(pool: Pool, name: str) -> None:
+    case = Case(three({"naive": "async-1f1b"}.get(name, name), 2, replicas=2), job(4), 5)
+    layout = Layout(case.plan, case.job.model)
+    expected = bytes_sent(lower(case.plan, case.job.model, layout, updates=1), case.plan, case.job, layout)
+    for rank, outcome in zip(case.plan.ranks, pool.run(case)):
+        sent = Counter()  # type: ignore[var-annotated]
+        for (op, _), n in outcome.sent.items():
+            sent[op] += n
+        assert sent == {op: n * case.steps for op, n in expected[str(rank)].items()}
+
+
+def test_stashed_gradients_differ_from_naive_ones() -> None:
+    """Backward on newer weights than the forward's is another gradient."""
+    ends = [Alone(Case(three(name, 1), job(1), 4)).train()[1] for name in ("pipedream", "async-1f1b")]
+    assert max(float((a - b).abs().max()) for a, b in zip(*(e.values() for e in ends))) > 1e-6
+
+
+@pytest.mark.slow
+def test_checkpoints_are_of_a_drained_pipeline(tmp_path: Path) -> None:
+    """Six steps with a checkpoint at three are the two halves by themselves; another plan goes on from there."""
+    where, what = three("pipedream", 1), job(1)
+    whole = train(where, what, CLUSTER, steps=6, out_dir=tmp_path / "whole", checkpoint_every=3, keep=2)
+    assert whole is not None
+    half = Alone(Case(where, what, 3)).train()
+    assert whole.losses[:3] == pytest.approx(half[0], rel=1e-9)
+    reader = Reader(tmp_path / "whole" / "checkpoints" / "step-00000003")
+    assert (reader.state.step, reader.state.position, reader.state.extra["updates"]) == (3, 3, 3)
+    again = train(where, what, CLUSTER, steps=6, resume=tmp_path / "whole" / "checkpoints" / "step-00000003")
+    assert again is not None
+    assert again.losses == pytest.approx(whole.losses[3:], rel=1e-12)
+    assert {m.step for r in again.ranks for m in r.met} == {3, 4, 5}
+    first = again.ranks[0].met
+    assert [m.staleness for m in first] == [0, 1, 2]  # the pipeline fills again
+    other = train(where.replace(schedule="1f1b"), what, CLUSTER, steps=4,
+                  resume=tmp_path / "whole" / "checkpoints" / "step-00000003")
+    assert other is not None
+    assert other.losses[0] == pytest.approx(whole.losses[3], rel=1e-9)  # on the very weights of the checkpoint
+
+
+@pytest.mark.slow
+def test_an_interrupt_drains_the_pipeline_and_saves(tmp_path: Path) -> None:
+    reported: list[StepMetrics] = []
+
+    def interrupt(metrics: StepMetrics) -> None:
+        reported.append(metrics)
+        if metrics.step == 4:
+            signal.raise_signal(signal.SIGINT)
+
+    found = train(three("pipeoptim", 2), job(2).replace(steps=100_000), CLUSTER, out_dir=tmp_path, on_step=interrupt)
+    assert found is not None
+    assert found.stopped
+    assert 4 < found.step < 2000
+    assert found.step == len(found.losses) == reported[-1].step
+    assert Reader(tmp_path / "checkpoints").state.step == found.step
+
+
+@pytest.mark.parametrize("change", [{"balance_every": 2}, {"on_nan": "skip"}])
+def test_what_asynchronous_runs_cannot_do_is_said(change: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match="under the schedule pipedream: the next steps are under way already"):
+        train(three("pipedream", 1), job(1), CLUSTER, **change)

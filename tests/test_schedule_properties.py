@@ -116,3 +116,13 @@ def test_the_documentation_is_current(tmp_path: Path, capsys):
     for p in json.loads(capsys.readouterr().out)["schedules"]:
         assert f"| {p['name']} | {100 * p['bubble']:.1f} % | {', '.join(f'{n:g}' for n in p['in_flight'])} |" in page
         assert (docs / "schedules" / f"{p['name']}.svg").read_text() == (tmp_path / f"{p['name']}.svg").read_text()
+    for name in (n for n, s in SCHEDULES.items() if s.weights):
+        cells = []
+        for found in (properties(name, 4, 1), properties(name, 4, 8)):
+            if isinstance(found, str):
+                cells += ["needs m >= 3", ""]
+            else:
+                late = [str(a) if a == b else f"{a}-{b}" for a, b in found.staleness]
+                cells += [" ".join(late), " ".join(map(str, found.versions))]
+                backward = found.backward
+        assert f"| {' | '.join([name, *cells, backward])} |".replace("|  |", "| |") in page

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from mixfleet.schedule.greedy import Work, timeline
 from mixfleet.schedule.named import SCHEDULES
+from mixfleet.schedule.properties import computes
 from mixfleet.sim import compiled
 from mixfleet.sim.compiled import Arrays, pipeline, run
 from mixfleet.sim.engine import Graph
@@ -90,7 +91,8 @@ def test_orders_take_as_long_as_in_the_timeline(name, way):
     f, b = [tuple(k * 1e-3 for k in range(a, a + len(home))) for a in (1, 3)]
     work = Work(home, m, f, b, tuple(reversed(f)) if schedule.splits else (), comm=7e-4,
                 starts=schedule.starts(home))
-    orders = schedule.orders(home, *schedule.counts(m))
+    orders = computes(schedule.orders(home, *schedule.counts(m)))
+    work = work._replace(micro_batches=1 + max(mb for order in orders for _, _, mb in order))
     start, end = run(pipeline(work, orders))
     expected = timeline(work, orders)
     steps = [step for order in orders for step in order]
