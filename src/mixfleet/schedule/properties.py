@@ -56,7 +56,7 @@ def held_at_peak(order: tuple[Step, ...]) -> Counter[int]:
     held: Counter[int] = Counter()
     most: Counter[int] = Counter()
     for op, k, m in order:
-        held[k] += 1 if op == F else -1 if op == W or (op != I and (k, m) not in halved) else 0
+        held[k] += 1 if op == F else -1 if op == W or (op == B and (k, m) not in halved) else 0
         if held.total() > most.total():
             most = held.copy()
     return most
