@@ -109,7 +109,8 @@ def _stream(actions: Actions, plan: Plan, layout: Layout, pipeline: int, stage: 
     update: Actions = []
     for a in _pipe(actions, plan.pipelines[pipeline], stage):
         if a.op == STEP:
-            out += _synchronize(_split_blocks(update, layout, units), layout, [units]) + _steps(layout, [units], [()])
+            out += _synchronize(_split_blocks(update, layout, units, loads=False), layout, [units])
+            out += _steps(layout, [units], [()])
             update = []
         else:
             update.append(a)
