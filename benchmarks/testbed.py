@@ -17,7 +17,6 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import sys
-import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +30,7 @@ from mixfleet.cluster import Cluster, Device, Link, Node, device_named
 from mixfleet.job import Job, Optimizer
 from mixfleet.model.families import build
 from mixfleet.plan import Pipeline, Plan, Sharding, Stage, why_not
+from mixfleet.trace import Span
 from mixfleet.units import MB, GiB, MiB, show_seconds
 
 WINDOW_S, STEPS = 2.0, (2, 12)
@@ -136,6 +136,8 @@ class Order(NamedTuple):
     rendezvous: str
     plan: Plan | None = None
     per_node: int = 0
+    traced: int = 0
+    """Steps after the counted ones that are recorded."""
 
 
 class Outcome(NamedTuple):
@@ -143,6 +145,11 @@ class Outcome(NamedTuple):
 
     step_s: float
     sent: dict[tuple[str, int], int]
+    cpu_s: float
+    """CPU seconds per step, of all threads."""
+    spans: tuple[Span, ...] = ()
+    bounds: tuple[tuple[int, int], ...] = ()
+    """Of the recorded steps, in ns."""
 
 
 def _carry_out(order: Order, rank: int, mark: Callable[[], None]) -> Outcome | None:
@@ -166,26 +173,36 @@ def _carry_out(order: Order, rank: int, mark: Callable[[], None]) -> Outcome | N
         def step(number: int) -> None:
             mine.interpreter.step(mine.batches(number), order.work.optimizer.lr)
 
-        finish, close = mine.interpreter.finish, mine.close
+        finish, close, recorder = mine.interpreter.finish, mine.close, mine.recorder
     else:
         from benchmarks.peers import ddp, fsdp
 
         step = ddp.stepper(order.work) if order.name.endswith("DDP") else fsdp.stepper(order.work, order.per_node)
         finish = close = lambda: None
+        recorder = None
     step(0)
     finish()
     dist.barrier()
     mark()
-    before, start = Counter(sent), time.perf_counter()
+    before, start, cpu = Counter(sent), time.perf_counter(), time.process_time()
     for number in range(1, order.steps + 1):
         step(number)
     finish()
     dist.barrier()
-    seconds = time.perf_counter() - start
+    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
     mark()
+    sent, spans, bounds = Counter(sent) - before, [], []
+    if recorder and order.traced:
+        recorder.start()
+        for number in range(order.steps + 1, order.steps + 1 + order.traced):
+            start_ns = time.perf_counter_ns()
+            step(number)
+            finish()
+            bounds.append((start_ns, time.perf_counter_ns()))
+        spans, _ = recorder.stop()
     close()
     dist.destroy_process_group()
-    return Outcome(seconds / order.steps, dict(Counter(sent) - before))
+    return Outcome(seconds / order.steps, dict(sent), cpu / order.steps, tuple(spans), tuple(bounds))
 
 
 def _serve(rank: int, enter: Any, pipe: Any) -> None:
@@ -328,13 +345,12 @@ class _Contest:
     """Contenders one after the other; after one that fails, the processes are made anew."""
 
     def __init__(self, bed: Any) -> None:
-        self.bed, self.pool, self.count = bed, Pool(bed), 0
-        self.folder = tempfile.TemporaryDirectory(prefix="mixfleet-")
+        self.bed, self.pool = bed, Pool(bed)
 
     def run(self, order: Order) -> tuple[list[Outcome | None], dict[str, int]] | str:
-        self.count += 1
         try:
-            return self.pool.run(order._replace(rendezvous=f"file://{self.folder.name}/{self.count}"))
+            return self.pool.run(order._replace(
+                rendezvous=self.bed.rendezvous(order.plan.ranks if order.plan else ())))
         except (RuntimeError, EOFError, OSError) as error:
             for pid in self.bed.processes():
                 os.kill(pid, 9)
@@ -346,7 +362,6 @@ class _Contest:
 
     def __exit__(self, *_: object) -> None:
         self.pool.close()
-        self.folder.cleanup()
 
 
 def _empty(cluster: str, name: str, note: str) -> Row:

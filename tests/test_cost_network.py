@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mixfleet.catalog.efficiency import COLLECTIVE_S, NVLS_RATE, SEND_S, STAGED_BPS
+from mixfleet.catalog.efficiency import COLLECTIVE_S, MESSAGE_CPU_S, NVLS_RATE, SEND_S, STAGED_BPS
 from mixfleet.cluster import Cluster, Device, Link, Node
 from mixfleet.cost import network
 from mixfleet.errors import InputError
@@ -96,7 +96,7 @@ def brute_direct(ranks, cluster, nbytes):
     for a in ranks:
         for b in ranks:
             if a != b:
-                for port, _, moved in network.send(nbytes / len(ranks), a, b, cluster).demands:
+                for port, _, moved in network.send(nbytes / len(ranks), a, b, cluster).scaled(1).demands:
                     found[port] = found.get(port, 0) + moved
     return found
 
@@ -114,7 +114,7 @@ def test_cpu_processes_exchange_directly_and_share_the_loopback():
     gathered = network.collective("all_gather", 9e6, range(3), local)
     assert loads(gathered)["n0:0:out"] == loads(gathered)["n0:2:in"] == 6e6
     assert loads(gathered)["n0:loopback"] == 18e6
-    assert gathered.alone_s == pytest.approx(COLLECTIVE_S["cpu"] + 1e-6 + 0.018)
+    assert gathered.alone_s == pytest.approx(COLLECTIVE_S["cpu"] + 4 * MESSAGE_CPU_S + 1e-6 + 0.018)
     reduced = network.collective("all_reduce", 9e6, range(3), local)
     assert loads(reduced)["n0:loopback"] == 36e6
     assert loads(network.send(5e6, 0, 1, local))["n0:loopback"] == 5e6

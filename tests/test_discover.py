@@ -9,10 +9,10 @@ import pytest
 
 from mixfleet.calibrate import MeasurementError, discover, profile_job
 from mixfleet.calibrate.discover import _evened, catalog_name, gpu_from_driver
-from mixfleet.calibrate.links import loopback_of
+from mixfleet.calibrate.links import loopback_of, partner, turns_s
 from mixfleet.calibrate.pinned import available_cores, run_pinned
 from mixfleet.catalog.devices import device_fields, names
-from mixfleet.catalog.efficiency import COLLECTIVE_S
+from mixfleet.catalog.efficiency import COLLECTIVE_S, MESSAGE_CPU_S
 from mixfleet.cluster import Cluster, device_named
 from mixfleet.cost.kernels import block_cost, optimizer_s
 from mixfleet.errors import InputError
@@ -108,12 +108,41 @@ def test_nearly_equal_cores_count_as_equal():
 
 
 def test_the_link_follows_from_the_rounds_of_an_exchange():
-    fixed = COLLECTIVE_S["cpu"]
+    fixed = COLLECTIVE_S["cpu"] + 4 * MESSAGE_CPU_S  # each sends two messages and receives two
     small, large = fixed + 50e-6, fixed + 50e-6 + 4e-3
     rounds = [[[small] * 8, [large] * 8], [[small / 2] * 8, [large / 2] * 8], [[small] * 8, [large] * 8]]
     link = loopback_of(rounds)
     assert link.latency_s == pytest.approx(50e-6)
     assert link.bandwidth_Bps == pytest.approx(2 * 8 * 2**20 / 4e-3, rel=5e-3)  # 3 ranks send 2 pieces of a third each
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8])
+def test_in_a_tournament_everybody_meets_everybody_once(ranks):
+    rounds = ranks - 1 + ranks % 2
+    met = [[partner(r, k, ranks) for k in range(rounds)] for r in range(ranks)]
+    for r in range(ranks):
+        assert sorted(o for o in met[r] if o is not None) == [o for o in range(ranks) if o != r]
+        assert all(met[o][k] == r for k, o in enumerate(met[r]) if o is not None)
+
+
+def test_turns_are_those_of_meetings_with_ranks_as_fast():
+    """Ranks of half, half and a fifth of a core: what meeting the slowest takes is the slowest's."""
+    half, fifth = (device_named("cpu").replace(share=share) for share in (0.5, 0.2))
+    found = [{"all": (5e-3, 25e-3), "1": (1e-3, 4e-3), "2": (1e-3, 17e-3)},
+             {"all": (5e-3, 25e-3), "0": (1e-3, 4e-3), "2": (2e-3, 20e-3)},
+             {"all": (5e-3, 25e-3), "0": (1e-3, 17e-3), "1": (2e-3, 20e-3)}]
+    assert turns_s(found, [half, half, fifth]) == pytest.approx([3e-3, 3e-3, 18e-3])
+    assert turns_s([{}, {}], [half, half]) == [0.0, 0.0]
+
+
+@pytest.mark.slow
+@needs_torch
+def test_messages_take_time_of_the_core():
+    first, second = run_pinned("mixfleet.calibrate.links:messages", [(A,), (A,)], {})
+    for found in (first, second):
+        assert 1e-6 < found["message_cpu_s"] < 0.1
+        assert 0 < found["byte_cpu_s"] < 1e-7
+        assert 0 < found["sum_cpu_s"] < 1e-7
 
 
 @pytest.mark.slow

@@ -134,7 +134,7 @@ def test_gathers_in_stages_are_a_neighbour_where_groups_span_nodes():
     in a fast network."""
     def nodes(nic):
         return toy.cluster(2, 2).replace(nodes=tuple(n.replace(
-            devices=(toy.device().replace(kind="cpu"),) * 2, nic=n.nic.replace(bandwidth_Bps=nic))
+            devices=(toy.device().replace(kind="cpu", message_cpu_s=0.0),) * 2, nic=n.nic.replace(bandwidth_Bps=nic))
             for n in toy.cluster(2, 2).nodes))
 
     plan, work = toy.data_parallel(4, 4, 4, 4), toy.job(8)

@@ -17,6 +17,7 @@ from mixfleet.cli import main
 from mixfleet.cluster import Cluster, Link, Node, device_named
 from mixfleet.errors import InputError, RunError
 from mixfleet.job import Optimizer
+from mixfleet.report import chrome, html, views
 from mixfleet.run import train
 from mixfleet.run.checkpoint import Reader
 from mixfleet.sim import predict
@@ -117,6 +118,22 @@ def test_gpus_only_emulated_and_in_proportion():
     factor = slow.nodes[0].nic.bandwidth_Bps / lab.nodes[0].nic.bandwidth_Bps
     assert factor == pytest.approx(slow.nodes[-1].nic.bandwidth_Bps / lab.nodes[-1].nic.bandwidth_Bps)
     laid_out(slow, "x", HERE)
+
+
+def test_what_is_emulated_is_said_on_every_page_and_in_every_file(tmp_path):
+    slow, _ = emulate_gpus(Cluster.load(DATA / "clusters/mixed-lab.yaml"), HERE)
+    slow.save(tmp_path / "slow.yaml")
+    again = Cluster.load(tmp_path / "slow.yaml")
+    said = f"{again.devices[0].name}, emulated on a CPU at"
+    assert said in again.note
+    found = predict(ALONE, job(), again, trace=True)
+    assert said in html.of_prediction("title", ALONE, found, cluster=again)
+    assert any(said in value for _, value in views.plan(ALONE, again).facts)
+    chrome.write_trace(found.trace, tmp_path / "t.json")
+    trace = chrome.read_trace(tmp_path / "t.json")
+    assert said in html.render("Predicted against measured", traces=[("predicted", trace)])
+    assert "emulated" not in html.render("Predicted against measured")
+    assert CLUSTER.note == ""
 
 
 @pytest.mark.parametrize(("fields", "says"), [
@@ -267,7 +284,7 @@ class TestReal:
         before = pair.counters()
         with pair.unthrottled():
             result = train(case.plan, case.job, pair.realised(cluster(.9, .45)), steps=3, out_dir=tmp_path,
-                           enter=pair.enter)
+                           enter=pair.enter, rendezvous=pair.rendezvous())
         after = pair.counters()
         assert result is not None
         expected = reference(case)

@@ -15,7 +15,10 @@ import msgspec
 from mixfleet.catalog.devices import device_fields
 from mixfleet.errors import InputError
 from mixfleet.spec import Spec
+from mixfleet.units import NS_PER_S
 
+EMULATED = "emulated on a CPU"
+"""Part of the source of a device that a CPU process stands in for."""
 DTYPES = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "fp4", "int8")
 
 
@@ -65,6 +68,15 @@ class Device(Spec, frozen=True, kw_only=True, dict=True):
     """CPU affinity of the process, for kind `cpu`."""
     share: float = 1.0
     """The part of those cores that this process gets; two processes pinned to one core have 0.5 each."""
+    message_cpu_s: float | None = None
+    """CPU seconds per message that a CPU process sends or receives; for this and the next three None takes the default
+    of `cost.network`."""
+    byte_cpu_s: float | None = None
+    """CPU seconds per byte that it sends or receives."""
+    sum_cpu_s: float | None = None
+    """CPU seconds per byte that it adds up."""
+    turn_s: float | None = None
+    """Seconds for which a message waits, while this process computes, until it gets its turn on the core."""
     block_times: tuple[BlockTime, ...] = ()
     source: str = ""
 
@@ -79,7 +91,8 @@ class Device(Spec, frozen=True, kw_only=True, dict=True):
                 raise InputError(f"device {self.name}: flops has {dtype!r}; data types are {', '.join(DTYPES)}")
             if rate <= 0:
                 raise InputError(f"device {self.name}: flops[{dtype}] is {rate}; it must be positive")
-        for field in ("cache_bytes", "sm_count", "link_Bps", "pcie_Bps", "power_w", "price_per_hour", "launch_s"):
+        for field in ("cache_bytes", "sm_count", "link_Bps", "pcie_Bps", "power_w", "price_per_hour", "launch_s",
+                      "message_cpu_s", "byte_cpu_s", "sum_cpu_s", "turn_s"):
             if (getattr(self, field) or 0) < 0:
                 raise InputError(f"device {self.name}: {field} is {getattr(self, field)}; it cannot be negative")
         for op, value in self.efficiency.items():
@@ -208,6 +221,19 @@ class Cluster(Spec, frozen=True, kw_only=True, dict=True):
         for rank, node in enumerate(self.node_of):
             ranks[node].append(rank)
         return tuple(map(tuple, ranks))
+
+    @property
+    def note(self) -> str:
+        """What everything that is written about this cluster has to say: which devices others stand in for."""
+        found = sorted({d.source for d in self.devices if EMULATED in d.source})
+        return f"not real GPUs: {'; '.join(found)}" if found else ""
+
+    @cached_property
+    def core_of(self) -> tuple[Port | None, ...]:
+        """Per rank, what a CPU process computes with, as a port of nanoseconds of CPU time per second: computing and
+        communication share it. None for a GPU, whose transfers take nothing from its computing."""
+        return tuple(Port(f"{node.name}:{i}:cpu", d.share * (len(d.cores) or 1) * NS_PER_S) if d.kind == "cpu" else None
+                     for node in self.nodes for i, d in enumerate(node.devices))
 
     def path(self, a: int, b: int) -> Path:
         """The way from rank `a` to rank `b`; ports in the order in which they are passed."""

@@ -89,6 +89,10 @@ class _DeviceForm(Spec, frozen=True, kw_only=True):
     launch: _Seconds | None = None
     cores: int | tuple[int, ...] | None = None
     share: float | None = None
+    message_cpu: _Seconds | None = None
+    byte_cpu: _Seconds | None = None
+    sum_cpu: _Seconds | None = None
+    turn: _Seconds | None = None
     block_times: tuple[_BlockTimeForm, ...] | None = None
     source: str | None = None
 
@@ -120,11 +124,13 @@ class _ClusterForm(Spec, frozen=True, kw_only=True):
 
 
 _FIELD = {"memory": "memory_bytes", "memory_bandwidth": "memory_Bps", "cache": "cache_bytes", "power": "power_w",
-          "link_bandwidth": "link_Bps", "pcie_bandwidth": "pcie_Bps", "launch": "launch_s"}
+          "link_bandwidth": "link_Bps", "pcie_bandwidth": "pcie_Bps", "launch": "launch_s",
+          "message_cpu": "message_cpu_s", "byte_cpu": "byte_cpu_s", "sum_cpu": "sum_cpu_s", "turn": "turn_s"}
 """Key in the file: field of `Device`, where they differ."""
 _TEXT: dict[str, Any] = {"memory": text_bytes, "cache": text_bytes, "memory_bandwidth": text_rate,
                          "link_bandwidth": text_rate, "pcie_bandwidth": text_rate, "vector_flops": text_flops,
-                         "launch": text_seconds, "cores": list}
+                         "launch": text_seconds, "message_cpu": text_seconds, "byte_cpu": text_seconds,
+                         "sum_cpu": text_seconds, "turn": text_seconds, "cores": list}
 
 
 def load(path: str | Path) -> Cluster:

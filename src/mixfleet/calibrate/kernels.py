@@ -14,7 +14,7 @@ from statistics import fmean
 from time import perf_counter, process_time
 from typing import TYPE_CHECKING, Any, Literal
 
-from mixfleet.calibrate.links import exchange, loopback_of
+from mixfleet.calibrate.links import exchange, loopback_of, meetings, messages, turns_s
 from mixfleet.calibrate.pinned import Cores, run_pinned
 from mixfleet.cluster import BlockTime, Cluster, Device, Link
 from mixfleet.cluster_file import LOOPBACK
@@ -105,6 +105,8 @@ def profile_job(job: Job, cluster: Cluster, *, micro_batches: Sequence[int] = ()
                             "fused": [fused_attention(d, job) for d in cluster.devices]}, timeout_s=1800,
                            enter=enter, environment=environment)
     alike: dict[Device, list[dict[str, Any]]] = defaultdict(list)
+    for times, turn_s in zip(found, turns_s([f["meetings"] for f in found], cluster.devices)):
+        times["turn_s"] = turn_s
     for device, times in zip(cluster.devices, found):
         alike[_without_cores(device)].append(times)
     devices = iter([_measured(d, alike[_without_cores(d)], job) for d in cluster.devices])
@@ -138,7 +140,10 @@ def _measured(device: Device, runs: list[dict[str, Any]], job: Job) -> Device:
             roofline += cost.forward_s + cost.backward_s
             measured += time.forward_s + time.backward_s
     scaled = {kind: _digits(efficiency(device, kind) * roofline / measured) for kind in _ROOFLINE_KINDS}
-    return device.replace(block_times=tuple(times), efficiency={**scaled, "optimizer": _digits(part)})
+    costs = {name: _digits(fmean(run["messages"][name] for run in runs)) for name in runs[0]["messages"]}
+    if device.share < 1 and runs[0]["meetings"]:
+        costs["turn_s"] = _digits(fmean(run["turn_s"] for run in runs))
+    return device.replace(block_times=tuple(times), efficiency={**scaled, "optimizer": _digits(part)}, **costs)
 
 
 def _digits(value: float) -> float:
@@ -147,7 +152,8 @@ def _digits(value: float) -> float:
 
 def job_times(job_path: str, micro_batches: list[int], kinds: list[str], fused: list[bool], links: bool = True
               ) -> dict[str, Any]:
-    """Seconds of forward and backward per block kind and micro-batch, and of an optimizer step; `exchange`."""
+    """Seconds of forward and backward per block kind and micro-batch, and of an optimizer step; between CPU processes
+    also what `messages`, `meetings` and (with `links`) `exchange` return."""
     import torch
     import torch.distributed as dist
 
@@ -170,8 +176,9 @@ def job_times(job_path: str, micro_batches: list[int], kinds: list[str], fused: 
                   "backward": fmean(times[i][1] for i in indices)} for kind, indices in of_kind.items()]
         if _slowest(sum(f + b for f, b in times.values())) > _TOO_SLOW_S:
             break
-    return {"blocks": rows, "optimizer": _optimizer_s(job, device),
-            "exchange": exchange() if links and len(kinds) > 1 else []}
+    talk = len(kinds) > 1 and set(kinds) == {"cpu"}
+    return {"blocks": rows, "optimizer": _optimizer_s(job, device), "messages": messages() if talk else {},
+            "meetings": meetings() if talk else {}, "exchange": exchange() if links and len(kinds) > 1 else []}
 
 
 def _chain_times(job: Job, chain: list[int], modules: list[nn.Module], size: int, device: Any, dtype: Any

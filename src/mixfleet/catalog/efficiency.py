@@ -94,6 +94,10 @@ COLLECTIVE_S: dict[str, float] = {"gpu": 25e-6, "cpu": 100e-6}
 SEND_S: dict[str, float] = {"gpu": 6e-6, "cpu": 50e-6}
 """Seconds of a message besides its bytes and the latency of its way."""
 
+MESSAGE_CPU_S, BYTE_CPU_S, SUM_CPU_S = 50e-6, 0.6e-9, 0.2e-9
+"""What communication takes of a CPU rank's own core: seconds per message sent or received, per byte sent or received
+and per byte added up. Measured with gloo over loopback and veth pairs (`calibrate.links`, 2 GHz Xeon)."""
+
 TURN_S = 8e-3
 """Seconds for which a message waits, per other process on the same core, until the scheduler gives the receiver its
 turn: from traces of two tensor-parallel ranks on one core (Linux 6, EEVDF), 40 collectives a step."""

@@ -32,6 +32,9 @@ def compare(predicted: Path, measured: Path | None, html: Path | None, as_json: 
     ours, theirs = chrome.read_trace(predicted), chrome.read_trace(measured)
     result = compare_traces(ours, theirs)
     view = results.comparison(result, theirs.meta.get("device_names", {}))
+    note = theirs.meta.get("note") or ours.meta.get("note")
+    if note:
+        progress(f"note: {note}")
     if html:
         from mixfleet.report import html as page
 

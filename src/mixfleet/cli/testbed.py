@@ -79,7 +79,7 @@ def _train(bed: Testbed, wanted: Cluster, arguments: list[str], file: Path, on_s
             throttle()  # loading programs, and the first step, are not what is slow on a slow device
             on_step(step)
 
-        seats = Seats(bed.enter, PATIENCE_S, heard)
+        seats = Seats(bed.enter, bed.rendezvous, PATIENCE_S, heard)
         train.main(arguments, prog_name="mixfleet train", standalone_mode=False, obj=seats)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
@@ -35,9 +35,10 @@ METRICS = "metrics.jsonl"
 
 
 class Seats(NamedTuple):
-    """Where a testbed's ranks run, how long beyond a step one may be silent, and who hears of steps."""
+    """Where a testbed's ranks run and meet, how long beyond a step one may be silent, and who hears of steps."""
 
     enter: Enter
+    rendezvous: Callable[[Sequence[int]], str]
     patience_s: float
     on_step: Callable[[int], None]
 
@@ -105,7 +106,8 @@ def train(seats: Seats | None, plan: Path, job: Path | None, cluster: Path | Non
                      checkpoint_every=checkpoint_every, trace_steps=trace_steps if trace else 0,
                      base=loaded.job_path.parent, on_step=on_step, balance_every=balance_every, on_nan=on_nan,
                      init_from=init_from or "", async_save=async_save,
-                     enter=seats.enter if seats else None, patience_s=patience)
+                     enter=seats.enter if seats else None, patience_s=patience,
+                     rendezvous=seats.rendezvous(loaded.plan.ranks) if seats else "")
     if result is None:
         return
     if out and result.trace and prediction.trace:

@@ -21,8 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mixfleet.catalog.efficiency import (
+    BYTE_CPU_S,
     COLLECTIVE_S,
     LINK_EFFICIENCY,
+    MESSAGE_CPU_S,
     NETWORK_LATENCY,
     NVLS_RATE,
     OWN_PART,
@@ -30,10 +32,12 @@ from mixfleet.catalog.efficiency import (
     SEND_S,
     STAGED,
     STAGED_BPS,
+    SUM_CPU_S,
     TURN_S,
 )
 from mixfleet.cluster import Cluster, Device, Port
 from mixfleet.errors import unknown
+from mixfleet.units import NS_PER_S
 
 CollectiveOp = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all"]
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
@@ -44,15 +48,38 @@ _PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "broadcast": 1
 
 
 class Transfer(NamedTuple):
-    """Latency, and the bytes that pass each port as `(port name, usable bytes per second, bytes)`."""
+    """Latency, and the bytes that pass each port as `(port name, usable bytes per second, bytes)`.
+
+    The core of a CPU rank is a port as well, in nanoseconds of CPU time. `fixed` is what messages take of it whatever
+    the bytes: while it makes a message ready, no link moves it.
+    """
 
     latency_s: float
     demands: tuple[tuple[str, float, float], ...]
+    fixed: tuple[tuple[str, float], ...] = ()
+    turn_s: float = 0.0
+    """How much longer it waits for its turn where a rank computes meanwhile."""
 
     @property
     def alone_s(self) -> float:
         """Seconds if nothing else uses the ports."""
-        return self.latency_s + max((nbytes / capacity for _, capacity, nbytes in self.demands), default=0.0)
+        whole = self.scaled(1) if self.fixed else self
+        return whole.latency_s + max((n / capacity for _, capacity, n in whole.demands), default=0.0)
+
+    def scaled(self, nbytes: float) -> Transfer:
+        """The same transfer with every byte count multiplied, and with what is fixed among the demands."""
+        fixed = dict(self.fixed)
+        demands = tuple((port, rate, part * nbytes + fixed.get(port, 0.0)) for port, rate, part in self.demands)
+        latency_s = self.latency_s + _ready_s([n / rate for _, rate, n in demands],
+                                              [fixed.get(port, 0.0) / rate for port, rate, _ in demands])
+        return Transfer(latency_s, demands, turn_s=self.turn_s)
+
+
+def _ready_s(seconds: Sequence[float], fixed: Sequence[float]) -> float:
+    """How much longer a transfer takes than its tightest port, given the seconds that each port needs and what of them
+    is fixed: links move nothing while cores make messages ready."""
+    links_s = max((s for s, f in zip(seconds, fixed) if not f), default=0.0)
+    return max(0.0, links_s + max(fixed, default=0.0) - max(seconds, default=0.0)) if any(fixed) else 0.0
 
 
 NOTHING = Transfer(0.0, ())
@@ -65,6 +92,8 @@ class Loads(NamedTuple):
     ports: Ints
     nbytes: Floats
     seconds: Floats
+    turn_s: float = 0.0
+    """How much longer it waits for its turn where a rank computes meanwhile."""
 
     @staticmethod
     def together(parts: Sequence[Loads]) -> Loads:
@@ -74,7 +103,7 @@ class Loads(NamedTuple):
         ports, index = np.unique(np.concatenate([p.ports for p in parts]), return_inverse=True)
         nbytes, seconds = (np.bincount(index, np.concatenate(row), len(ports)).astype(float) for row in (
             [p.nbytes for p in parts], [p.seconds for p in parts]))
-        return Loads(max(p.latency_s for p in parts), ports, nbytes, seconds)
+        return Loads(max(p.latency_s for p in parts), ports, nbytes, seconds, max(p.turn_s for p in parts))
 
     @property
     def alone_s(self) -> float:
@@ -93,10 +122,26 @@ class _Way(NamedTuple):
     seconds: Floats
     pace: float
     """The largest of `seconds`."""
+    turn_s: float
+    fixed: Floats | None
+    """What passes each port whatever the bytes, and how long that takes; None where nothing does."""
+    fixed_s: Floats | None
 
     def placed(self, nbytes: float, first: Ints) -> Loads:
         """For so many bytes, in the group whose nodes' ports begin at `first` (0 at the end stands for no node)."""
-        return Loads(self.latency_s, first[self.slot] + self.offset, nbytes * self.part, nbytes * self.seconds)
+        ports = first[self.slot] + self.offset
+        if self.fixed is None or self.fixed_s is None:
+            return Loads(self.latency_s, ports, nbytes * self.part, nbytes * self.seconds, self.turn_s)
+        seconds = nbytes * self.seconds + self.fixed_s
+        latency_s = self.latency_s + _ready_s(seconds.tolist(), self.fixed_s.tolist())
+        return Loads(latency_s, ports, nbytes * self.part + self.fixed, seconds, self.turn_s)
+
+    def alone_s(self, nbytes: float) -> float:
+        """Seconds for so many bytes if nothing else uses the ports."""
+        if self.fixed_s is None:
+            return self.latency_s + nbytes * self.pace
+        seconds = nbytes * self.seconds + self.fixed_s
+        return self.latency_s + _ready_s(seconds.tolist(), self.fixed_s.tolist()) + float(seconds.max())
 
 
 class Ports:
@@ -109,7 +154,7 @@ class Ports:
     def __init__(self, cluster: Cluster) -> None:
         nodes = cluster.nodes
         self.cluster = cluster
-        self._stride = 4 * max(len(node.devices) for node in nodes) + 4
+        self._stride = 5 * max(len(node.devices) for node in nodes) + 4
         self._node = {node.name: i for i, node in enumerate(nodes)}
         self._offset: dict[str, int] = {}
         self._number: dict[str, int] = {}
@@ -188,8 +233,11 @@ class Ports:
         slot = np.array([slot_of[n // self._stride] if n < nodes * self._stride else -1 for n in numbers], np.int64)
         part = np.array([nbytes for _, _, nbytes in transfer.demands])
         seconds = np.array([nbytes / rate for _, rate, nbytes in transfer.demands])
+        work = dict(transfer.fixed)
+        fixed = np.array([work.get(name, 0.0) for name, _, _ in transfer.demands]) if work else None
+        fixed_s = fixed / np.array([rate for _, rate, _ in transfer.demands]) if fixed is not None else None
         return _Way(transfer.latency_s, slot, np.array(numbers, np.int64) - first[slot], part, seconds,
-                    float(seconds.max()) if len(seconds) else 0.0)
+                    float(seconds.max()) if len(seconds) else 0.0, transfer.turn_s, fixed, fixed_s)
 
     def collective(self, op: CollectiveOp, nbytes: float, ranks: Sequence[int],
                    algorithm: str = "auto") -> tuple[_Way, Ints] | None:
@@ -207,44 +255,57 @@ class Ports:
         if algorithm != "auto" and algorithm not in shapes:
             raise unknown(f"algorithm for {op} in this group", algorithm, shapes)
         ways = [way for name, found in shapes.items() if algorithm in ("auto", name) for way in found]
-        return min(ways, key=lambda way: way.latency_s + nbytes * way.pace), first
+        return min(ways, key=lambda way: way.alone_s(nbytes)), first
 
     def loads(self, op: CollectiveOp, nbytes: float, ranks: Sequence[int]) -> Loads:
         """A collective in numbers."""
         found = self.collective(op, nbytes, ranks)
         return found[0].placed(nbytes, found[1]) if found else NO_LOADS
 
-    def message(self, a: tuple[int, ...], b: tuple[int, ...], shards: Iterable[tuple[int, int, float]]) -> Loads:
-        """Messages of so many bytes, as (from, to, bytes), that tensor group `a` sends to `b` at once. `shards` must
-        follow from the places of the ranks in their groups: it is asked once for all pairs of equal pattern."""
+    def message(self, a: tuple[int, ...], b: tuple[int, ...], shards: Iterable[tuple[int, int, float]],
+                nbytes: float = 1.0) -> Loads:
+        """Messages of these parts of `nbytes`, as (from, to, part), that tensor group `a` sends to `b` at once.
+
+        `shards` must follow from the places of the ranks in their groups: it is asked once for all pairs of equal
+        pattern."""
         pattern, first = self.pattern((*a, *b))
         key = ("message", len(a), pattern)
         if key not in self.known:
-            load, latency_s = _Load(self.cluster), 0.0
-            for x, y, nbytes in shards:
-                if x != y and nbytes:
-                    latency_s = max(latency_s, load.hop(x, y, nbytes) + SEND_S[self.cluster.devices[x].kind]
-                                    + _turn_s((y,), self.cluster))
-            self.known[key] = self.template(load.transfer(latency_s), first)
+            load, latency_s, turn_s = _Load(self.cluster), 0.0, 0.0
+            for x, y, part in shards:
+                if x != y and part:
+                    latency_s = max(latency_s, load.hop(x, y, part) + SEND_S[self.cluster.devices[x].kind])
+                    turn_s = max(turn_s, _turn_s((y,), self.cluster))
+                    load.work(x, part, 1)
+                    load.work(y, part, 1)
+            self.known[key] = self.template(load.transfer(latency_s, turn_s), first)
         way: _Way = self.known[key]
-        return way.placed(1.0, first)
+        return way.placed(nbytes, first)
 
-    def exchange(self, messages: Mapping[tuple[int, int], float]) -> Loads:
-        """Messages of so many bytes from one rank to another, all at once, each sent directly."""
+    def exchange(self, messages: Mapping[tuple[int, int], float], *, sums: bool = False) -> Loads:
+        """Messages of so many bytes from one rank to another, all at once, each sent directly; with `sums` the
+        receivers add up what arrives."""
         load, cluster = _Load(self.cluster), self.cluster
         latency_s = max([load.hop(a, b, nbytes) for (a, b), nbytes in messages.items() if nbytes], default=0.0)
         if not load.bytes:
             return NO_LOADS
         ranks = {rank for pair in messages for rank in pair}
         kinds = {cluster.devices[rank].kind for rank in ranks}
-        latency_s += COLLECTIVE_S["cpu" if kinds == {"cpu"} else "gpu"] + _turn_s(ranks, cluster)
-        ports, nbytes = np.fromiter(load.bytes, np.int64), np.fromiter(load.bytes.values(), float)
-        return Loads(latency_s, ports, nbytes, nbytes / np.array([self.capacities[p] for p in load.bytes]))
+        latency_s += COLLECTIVE_S["cpu" if kinds == {"cpu"} else "gpu"]
+        for (a, b), part in messages.items():
+            if part:
+                load.work(a, part, 1)
+                load.work(b, part, 1, part if sums else 0.0)
+        ports, fixed = np.fromiter(load.bytes, np.int64), np.array([load.fixed.get(p, 0.0) for p in load.bytes])
+        nbytes = np.fromiter(load.bytes.values(), float) + fixed
+        capacities = np.array([self.capacities[p] for p in load.bytes])
+        latency_s += _ready_s((nbytes / capacities).tolist(), (fixed / capacities).tolist()) if load.fixed else 0.0
+        return Loads(latency_s, ports, nbytes, nbytes / capacities, _turn_s(ranks, cluster))
 
     def named(self, loads: Loads) -> Transfer:
         """With the names of the ports."""
         return Transfer(loads.latency_s, tuple((self.names[p], self.capacities[p], n) for p, n in
-                                               zip(loads.ports.tolist(), loads.nbytes.tolist())))
+                                               zip(loads.ports.tolist(), loads.nbytes.tolist())), turn_s=loads.turn_s)
 
 
 NO_LOADS = Loads(0.0, np.zeros(0, np.int64), np.zeros(0), np.zeros(0))
@@ -257,18 +318,21 @@ def link_efficiency(name: str) -> float:
 
 
 def send(nbytes: float, a: int, b: int, cluster: Cluster) -> Transfer:
-    """A message from rank `a` to rank `b`; nothing if they are one."""
+    """A message from rank `a` to rank `b`; nothing if they are one. What it takes of cores per message is `fixed`."""
     if a == b or not nbytes:
         return NOTHING
     load = _Load(cluster)
     latency_s = load.hop(a, b, nbytes)
-    return load.transfer(latency_s + SEND_S[cluster.devices[a].kind] + _turn_s((b,), cluster))
+    load.work(a, nbytes, 1)
+    load.work(b, nbytes, 1)
+    return load.transfer(latency_s + SEND_S[cluster.devices[a].kind], _turn_s((b,), cluster))
 
 
-def exchange(messages: Mapping[tuple[int, int], float], cluster: Cluster) -> Transfer:
-    """Messages of so many bytes from one rank to another, all at once, each sent directly."""
+def exchange(messages: Mapping[tuple[int, int], float], cluster: Cluster, *, sums: bool = False) -> Transfer:
+    """Messages of so many bytes from one rank to another, all at once, each sent directly; with `sums` the receivers
+    add up what arrives."""
     ports = Ports.of(cluster)
-    return ports.named(ports.exchange(messages))
+    return ports.named(ports.exchange(messages, sums=sums))
 
 
 def collective(op: CollectiveOp, nbytes: float, ranks: Sequence[int], cluster: Cluster,
@@ -289,12 +353,21 @@ def collective(op: CollectiveOp, nbytes: float, ranks: Sequence[int], cluster: C
 def collective_s(op: CollectiveOp, nbytes: float, ranks: Sequence[int], cluster: Cluster) -> float:
     """Seconds of a collective that has its ports to itself."""
     found = Ports.of(cluster).collective(op, nbytes, ranks)
-    return found[0].latency_s + nbytes * found[0].pace if found else 0.0
+    return found[0].alone_s(nbytes) if found else 0.0
+
+
+def cpu_costs(device: Device) -> tuple[float, float, float]:
+    """CPU seconds per message, per byte sent or received, and per byte added up."""
+    known = device.message_cpu_s, device.byte_cpu_s, device.sum_cpu_s
+    message_s, byte_s, sum_s = (default if value is None else value
+                                for value, default in zip(known, (MESSAGE_CPU_S, BYTE_CPU_S, SUM_CPU_S)))
+    return message_s, byte_s, sum_s
 
 
 def _turn_s(ranks: Iterable[int], cluster: Cluster) -> float:
     """How long the slowest of these waits for its turn on a core that it shares."""
-    return TURN_S * (1 / min([cluster.devices[rank].share for rank in ranks]) - 1)
+    devices = [cluster.devices[rank] for rank in ranks]
+    return max([TURN_S * (1 / d.share - 1) if d.turn_s is None else d.turn_s for d in devices])
 
 
 def _analyse(op: str, group: tuple[int, ...], cluster: Cluster) -> dict[str, list[Transfer]]:
@@ -304,8 +377,8 @@ def _analyse(op: str, group: tuple[int, ...], cluster: Cluster) -> dict[str, lis
     if op == "all_to_all" or is_cpu:
         shape = _direct(op, group, cluster)
         if is_cpu:
-            call_s = COLLECTIVE_S["cpu"] + _turn_s(group, cluster)
-            return {"direct": [Transfer(shape.calls * call_s + shape.hops_s, shape.demands)]}
+            return {"direct": [Transfer(shape.calls * COLLECTIVE_S["cpu"] + shape.hops_s, shape.demands, shape.fixed,
+                                        shape.calls * _turn_s(group, cluster))]}
         return {"direct": [shape.by(protocol, far=len(nodes) > 1) for protocol in ("simple", "ll")]}
     shapes = {"ring": _ring(op, group, cluster)}
     if op in ("all_reduce", "broadcast"):
@@ -342,6 +415,7 @@ class _Shape(NamedTuple):
     calls: int
     hops_s: float
     demands: tuple[tuple[str, float, float], ...]
+    fixed: tuple[tuple[str, float], ...]
 
     def by(self, protocol: str, own: float = 1.0, *, far: bool = False) -> Transfer:
         """In a protocol; `own` adds what a rank's own part costs, `far` says that hops between nodes set the pace."""
@@ -357,6 +431,19 @@ class _Load:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster, self.ports = cluster, Ports.of(cluster)
         self.bytes: dict[int, float] = defaultdict(float)
+        self.fixed: dict[int, float] = defaultdict(float)
+
+    def work(self, rank: int, nbytes: float, messages: int, summed: float = 0.0) -> None:
+        """What a CPU rank's core does to send or receive so much, and to add up some of it."""
+        core = self.cluster.core_of[rank]
+        if core:
+            message_s, byte_s, sum_s = cpu_costs(self.cluster.devices[rank])
+            work_s = nbytes * byte_s + summed * sum_s
+            if work_s or message_s:
+                port = self.ports.number(core)
+                self.bytes[port] += work_s * NS_PER_S
+                if message_s:
+                    self.fixed[port] += messages * message_s * NS_PER_S
 
     def hop(self, a: int, b: int, nbytes: float, out: Sequence[int] = (), into: Sequence[int] = ()) -> float:
         """`nbytes` from rank a to rank b; returns the latency of the way.
@@ -399,12 +486,14 @@ class _Load:
     def add(self, port: Port, nbytes: float) -> None:
         self.bytes[self.ports.number(port)] += nbytes
 
-    def transfer(self, latency_s: float) -> Transfer:
+    def transfer(self, latency_s: float, turn_s: float = 0.0) -> Transfer:
         names, capacities = self.ports.names, self.ports.capacities
-        return Transfer(latency_s, tuple([(names[p], capacities[p], nbytes) for p, nbytes in self.bytes.items()]))
+        return Transfer(latency_s, tuple([(names[p], capacities[p], nbytes) for p, nbytes in self.bytes.items()]),
+                        tuple([(names[p], work) for p, work in self.fixed.items()]), turn_s)
 
     def shape(self, hops_s: float, calls: int = 1) -> _Shape:
-        return _Shape(calls, hops_s, self.transfer(0.0).demands)
+        load = self.transfer(0.0)
+        return _Shape(calls, hops_s, load.demands, load.fixed)
 
 
 def _ring(op: str, group: tuple[int, ...], cluster: Cluster) -> _Shape:
@@ -490,11 +579,12 @@ def _direct(op: str, group: tuple[int, ...], cluster: Cluster) -> _Shape:
     """
     load, n = _Load(cluster), len(group)
     passes = 2 if op == "broadcast" else _PASSES.get(op, 1)
-    latency = 0.0
+    latency, each = 0.0, (n - 1) / n
     for a, b in zip(group, (*group[1:], group[0])):
         out, *_, into = cluster.path(a, b).ports
-        load.add(out, passes * (n - 1) / n)
-        load.add(into, passes * (n - 1) / n)
+        load.add(out, passes * each)
+        load.add(into, passes * each)
+        load.work(a, 2 * passes * each, 2 * passes * (n - 1), each if op in ("all_reduce", "reduce_scatter") else 0.0)
     nodes = _by_node(group, cluster)
     for mine in nodes:
         load.loopback(mine[0], passes * len(mine) * (len(mine) - 1) / n)

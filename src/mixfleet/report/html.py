@@ -38,9 +38,10 @@ class Bar(NamedTuple):
 
 def render(title: str, subtitle: str = "", *, tiles: Sequence[tuple[str, str]] = (), lines: Sequence[str] = (),
            traces: Sequence[tuple[str, Trace]] = (), bars: Sequence[Bar] = (), capacity: dict[int, int] | None = None,
-           sections: Sequence[View] = ()) -> str:
+           sections: Sequence[View] = (), note: str = "") -> str:
     """The page. `tiles` are headline figures (name, value), `lines` plain sentences, `traces` are drawn to one scale;
-    `capacity` is bytes per row of a trace."""
+    `capacity` is bytes per row of a trace. `note`, or what the traces have to say, stands above all and on every
+    printed page."""
     from jinja2 import Environment, PackageLoader
     from markupsafe import Markup
 
@@ -51,6 +52,7 @@ def render(title: str, subtitle: str = "", *, tiles: Sequence[tuple[str, str]] =
     used = {what for bar in bars for what in bar.parts}
     return page.get_template("page.html.j2").render(
         title=title, subtitle=subtitle, tiles=tiles, lines=lines, pictures=pictures, views=sections,
+        note=note or next((str(t.meta["note"]) for _, t in traces if t.meta.get("note")), ""),
         memory=[_bar(bar) for bar in bars], memory_key=[(w, c) for w, c in PARTS.items() if w in used])
 
 
@@ -69,7 +71,7 @@ def of_prediction(title: str, plan: Plan, prediction: Prediction, *, cluster: Cl
     tiles = [(name, value) for name, value in results.headline(prediction) if value and name in TILES]
     return render(title, f"cluster {cluster.name}, {plan.schedule}, {plan.global_batch} samples per step", tiles=tiles,
                   lines=[f"Bound by {prediction.bound}.", *prediction.reasons], traces=traces, bars=bars,
-                  capacity=capacity,
+                  capacity=capacity, note=cluster.note,
                   sections=[*found, *more, views.plan(plan, cluster), results.prediction(prediction, plan)])
 
 

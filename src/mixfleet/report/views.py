@@ -216,6 +216,7 @@ def plan(this: Plan, on: Cluster | None = None) -> View:
         [("job", this.job), ("cluster", this.cluster), ("schedule", this.schedule),
          ("global batch", str(this.global_batch)),
          ("sharding", f"weights {shard.weights}, gradients {shard.gradients}, optimizer {shard.optimizer} ways"),
-         ("idle ranks", ranges(set(range(len(on.devices))) - set(this.ranks)) if on else "")],
+         ("idle ranks", ranges(set(range(len(on.devices))) - set(this.ranks)) if on else ""),
+         ("note", on.note if on else "")],
         [Table(["pipeline", "stage", "blocks", "ranks", "devices", ">tensor", ">micro-batch", ">samples", "recompute",
                 *(["in host memory"] if away else [])], rows)])

@@ -134,13 +134,15 @@ def train(plan: Plan, job: Job, cluster: Cluster, *, steps: int | None = None, o
           resume: Path | str = "", checkpoint_every: int = 0, keep: int = 2, trace_steps: int = 0,
           base: Path | str = "", source: Source | None = None, on_step: Callable[[StepMetrics], None] | None = None,
           enter: Enter | None = None, patience_s: float = 600.0, balance_every: int = 0, dead_band: float = 0.1,
-          on_nan: OnNan = "stop", init_from: Path | str = "", async_save: bool = False) -> TrainResult | None:
+          on_nan: OnNan = "stop", init_from: Path | str = "", async_save: bool = False, rendezvous: str = ""
+          ) -> TrainResult | None:
     """Train by a plan: with local processes, one per device of the plan, or as one process under `torchrun`.
 
     `steps` is the step to end at, by default the job's. `base` is the directory of a relative `data.path`. `on_step`
     is called after every step, in the calling process (under torchrun, on the first rank). SIGINT and SIGTERM end
     the run after the step under way, with a checkpoint if there is an `out_dir`. `enter` is called first in every
-    local rank's process, with its rank, to take it where it belongs. The other settings: see `Options`.
+    local rank's process, with its rank, to take it where it belongs; local ranks find each other at `rendezvous`
+    (`tcp://ADDRESS:PORT` where the first rank then is; by default a temporary file). The other settings: see `Options`.
     Returns None on all ranks of torchrun but the first. Raises InputError, and TrainError if a rank fails or dies.
     """
     reason = why_not(plan, job, cluster)
@@ -164,7 +166,7 @@ def train(plan: Plan, job: Job, cluster: Cluster, *, steps: int | None = None, o
     listener = _Listener(options, on_step)
     if enter is None and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return _under_torchrun(plan, job, cluster, source, Path(base), options, listener)
-    return _Local(plan, job, cluster, source, Path(base), options, listener, enter).run()
+    return _Local(plan, job, cluster, source, Path(base), options, listener, enter, rendezvous).run()
 
 
 class _Listener:
@@ -291,10 +293,10 @@ class _Local:
     """Local ranks and their parent, which watches them: the first failure ends the run, with one message."""
 
     def __init__(self, plan: Plan, job: Job, cluster: Cluster, source: Source | None, base: Path, options: Options,
-                 listener: _Listener, enter: Enter | None) -> None:
+                 listener: _Listener, enter: Enter | None, rendezvous: str) -> None:
         self.plan, self.cluster, self.options, self._listener = plan, cluster, options, listener
         self._arguments = plan, job, cluster, source, base, options
-        self._enter = enter
+        self._enter, self._rendezvous = enter, rendezvous
         self._heard: dict[int, float] = {}
         self._processes: list[Any] = []
         self._pipes: dict[Any, int] = {}
@@ -309,7 +311,8 @@ class _Local:
                 for process in range(len(self.plan.ranks)):
                     here, there = context.Pipe(duplex=False)
                     child = context.Process(target=_child, daemon=True, args=(
-                        *self._arguments, process, self._enter, f"file://{directory}/rendezvous", there))
+                        *self._arguments, process, self._enter,
+                        self._rendezvous or f"file://{directory}/rendezvous", there))
                     child.start()
                     there.close()
                     self._processes.append(child)

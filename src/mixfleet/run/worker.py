@@ -181,17 +181,15 @@ class Rank:
         found: list[MicroBatch] = []
         seats = self.interpreter.seats if isinstance(self.interpreter, Crew) else [self.interpreter]
         for seat, place, pipeline in zip(seats, self.places, self._pipelines, strict=True):
-            at = self.plan.first_samples[place.replica]
-            for size in pipeline.micro_batches:
-                if seat.is_first or seat.is_last:
-                    inputs, targets = self.source.batch(step, at, at + size)
-                    if self._context:
-                        inputs, targets = self._context.own(inputs, 1), self._context.own(targets, 1)
-                    found.append((inputs.to(self.device) if seat.is_first else None,
-                                  targets.to(self.device) if seat.is_last else None))
-                else:
-                    found.append((None, None))
-                at += size
+            sizes, at = list(pipeline.micro_batches), self.plan.first_samples[place.replica]
+            if not seat.is_first and not seat.is_last:
+                found += [(None, None)] * len(sizes)
+                continue
+            inputs, targets = self.source.batch(step, at, at + sum(sizes))
+            if self._context:
+                inputs, targets = self._context.own(inputs, 1), self._context.own(targets, 1)
+            found += [(x.to(self.device) if seat.is_first else None, y.to(self.device) if seat.is_last else None)
+                      for x, y in zip(torch.split(inputs, sizes), torch.split(targets, sizes), strict=True)]
         return found
 
     def advance(self, until: int, stop: Callable[[], bool]) -> Iterator[StepResult]:
@@ -372,6 +370,7 @@ def train_loop(rank: Rank, options: Options, tell: Tell, stop: Callable[[], bool
         meta = {"kind": "measured", "steps_ns": [[min(b[i][0] for b in shown), max(b[i][1] for b in shown)]
                                                  for i in range(len(bounds))],
                 "device_names": {str(r.rank): name for _, _, r, name, _ in everything}, "tokens_per_step": tokens}
+        meta |= {"note": rank.cluster.note} if rank.cluster.note else {}
         trace = Trace(spans=tuple(s for found, *_ in everything for s in found),
                       memory=tuple(m for _, found, *_ in everything for m in found), meta=meta)
         if lag:

@@ -109,9 +109,8 @@ def hop_s(tables: Tables, a: Sequence[int], b: Sequence[int], nbytes: int) -> fl
     if key not in tables.seconds:
         one, other = (Entity(0, 0, 0, tuple(ranks)) for ranks in (a, b))
         whole = len(one.ranks) * len(other.ranks)
-        loads = Ports.of(tables.cluster).message(
-            one.ranks, other.ranks, ((x, y, n / whole) for x, y, n in shards(one, other, whole)))
-        tables.seconds[key] = loads.latency_s + nbytes * (loads.alone_s - loads.latency_s)
+        tables.seconds[key] = Ports.of(tables.cluster).message(
+            one.ranks, other.ranks, ((x, y, n / whole) for x, y, n in shards(one, other, whole)), nbytes).alone_s
     return tables.seconds[key]
 
 

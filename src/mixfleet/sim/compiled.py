@@ -150,6 +150,7 @@ def _flowing(duration: list[int], kind: list[int], first: list[int], then: list[
     ports = [[port for port, _ in one.demands] for one in flows]
     latency, alone = [one.latency_ns for one in flows], [float(one.alone_ns) for one in flows]
     lone = [speeds([one])[0] for one in flows]
+    turn, computes, waited = [one.turn_ns for one in flows], [one.computes for one in flows], set[int]()
     left, speed, since, due = [0.0] * n, [0.0] * n, [0] * n, [-1] * n
     on: dict[int, list[int]] = {port: [] for row in ports for port in row}
     """Flows under way, by port."""
@@ -202,7 +203,12 @@ def _flowing(duration: list[int], kind: list[int], first: list[int], then: list[
         if due[task] != now or end[task] >= 0:  # it has changed its speed since
             continue
         k = kind[task]
-        if speed[task]:
+        if not speed[task] and turn[k] and task not in waited and any(
+                computes[kind[other]] and start[other] < now < due[other] for port in ports[k] for other in on[port]):
+            waited.add(task)
+            due[task] = now + turn[k]
+            heappush(queue, (due[task], task))
+        elif speed[task]:
             end[task] = now
             ready.append(task)
             for port in ports[k]:

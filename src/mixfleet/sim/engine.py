@@ -66,7 +66,7 @@ def run(graph: Graph) -> Times:
     start, end = [-1] * len(waits), [-1] * len(waits)
     due = [-1] * len(waits)
     cause = [-1] * len(waits)
-    network = Network(flows)
+    network, waited = Network(flows), set[int]()
     queue: list[tuple[int, int, int, int]] = []
     inserted = now = 0
     ready = [task for task, n in enumerate(waits) if not n]
@@ -101,7 +101,14 @@ def run(graph: Graph) -> Times:
         if queue:
             now, kind, _, task = heappop(queue)
             if kind == _ENTER:
-                network.add(task, now)
+                one = flows[task]
+                if one is not None and one.turn_ns and task not in waited and any(
+                        start[other] < now < due[other] for other in network.computing(task)):
+                    waited.add(task)
+                    inserted += 1
+                    heappush(queue, (now + one.turn_ns, _ENTER, inserted, task))
+                else:
+                    network.add(task, now)
             elif due[task] == now and end[task] < 0:  # else: the flow changed its speed since
                 if flows[task] is not None:
                     network.remove(task)

@@ -8,7 +8,7 @@ bytes per second there, and what they leave on other ports goes to the others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import NamedTuple
 
 from mixfleet.units import NS_PER_S
@@ -20,29 +20,44 @@ class Flow(NamedTuple):
     `alone_ns` is the time its bytes take when it has its ports to itself, after `latency_ns`. `demands` lists
     `(port, part)`: the part of the port's capacity it takes at that speed. A folded flow stands for several equal
     ones, and `part` then sums over those that pass the port, so it may exceed 1. `rate` is the bytes per second of
-    one of them through its own tightest port, the measure in which shares are equal.
+    one of them through its own tightest link, the measure in which shares are equal.
     """
 
     latency_ns: int
     alone_ns: int
     rate: float
     demands: tuple[tuple[int, float], ...]
+    turn_ns: int = 0
+    """What is added to the latency where one of its ports is computing when that is over."""
+    computes: bool = False
 
 
-def flow(latency_s: float, demands: Sequence[tuple[int, float, float]], passing: Sequence[float] = ()) -> Flow:
+def flow(latency_s: float, demands: Sequence[tuple[int, float, float]], passing: Sequence[float] = (),
+         cores: Container[int] = (), turn_s: float = 0.0) -> Flow:
     """The flow of a transfer with `demands` as `(port, capacity_Bps, bytes)`.
 
     `passing`, if given, is for each demand the bytes that all the equal transfers it stands for send through the port.
+    Ports among `cores` are processors, whose capacity and work are in CPU time.
     """
     alone_s = max((nbytes / capacity for _, capacity, nbytes in demands), default=0.0)
     latency_ns = round(latency_s * NS_PER_S)
     alone_ns = round((latency_s + alone_s) * NS_PER_S) - latency_ns
     if not alone_ns:
         return Flow(latency_ns, 0, 1.0, ())
-    rate = max((nbytes / capacity, capacity) for _, capacity, nbytes in demands)[1]
+    links = [(nbytes / capacity, capacity) for port, capacity, nbytes in demands if port not in cores]
+    busy_s, rate = max(links or [(alone_s, 1.0)])
+    if busy_s < alone_s:
+        rate *= busy_s / alone_s
     total = passing or [nbytes for _, _, nbytes in demands]
     return Flow(latency_ns, alone_ns, rate, tuple(
-        (port, n / capacity / alone_s) for (port, capacity, _), n in zip(demands, total, strict=True) if n))
+        (port, n / capacity / alone_s) for (port, capacity, _), n in zip(demands, total, strict=True) if n),
+        round(turn_s * NS_PER_S))
+
+
+def computing(duration_ns: int, cores: Sequence[tuple[int, float]], rate: float) -> Flow:
+    """Work that keeps processors busy, as `(port, how many equal tasks are on it)`. Beside transfers it counts as one
+    of `rate` bytes per second: what would take all of the processor, so that the two get equal parts of it."""
+    return Flow(0, duration_ns, rate, tuple(cores), computes=True)
 
 
 def speeds(flows: Sequence[Flow]) -> list[float]:
@@ -106,6 +121,11 @@ class Network:
             on = self._on[port]
             del on[task]
             self._touched.update(on)
+
+    def computing(self, task: int) -> list[int]:
+        """What the processors that `task` needs compute."""
+        return [other for port, _ in self._ports(task) for other in self._on.get(port, ())
+                if (one := self._flows[other]) is not None and one.computes]
 
     def _alone(self, task: int) -> bool:
         return all(len(self._on[port]) == 1 for port, _ in self._ports(task))

@@ -19,6 +19,8 @@ class Instance(NamedTuple):
     members: tuple[int, ...]
     latency_s: float
     demands: tuple[tuple[int, float], ...]
+    turn_s: float = 0.0
+    """How much longer it takes to begin where a member computes."""
 
 
 class Colours(NamedTuple):
@@ -57,7 +59,7 @@ def refine(kinds: Sequence[Hashable], instances: Sequence[Instance], capacities:
     ports = _numbers([capacities[first[port]] for port in range(len(first))])
     loads = [sorted({(twin[port], nbytes) for port, nbytes in instance.demands}) for instance in instances]
     entities = _numbers(kinds)
-    flows = _numbers([(i.kind, i.latency_s) for i in instances])
+    flows = _numbers([(i.kind, i.latency_s, i.turn_s) for i in instances])
     size = 0
     while True:
         flows = _numbers([

@@ -13,7 +13,7 @@ from mixfleet.cluster import Cluster
 from mixfleet.cost.clock import held_cost
 from mixfleet.cost.kernels import accumulate_s, anticipate_s, copy_s, host_copy_s, optimizer_s
 from mixfleet.cost.memory import state_bytes
-from mixfleet.cost.network import Ports, collective_s
+from mixfleet.cost.network import Ports, collective_s, cpu_costs
 from mixfleet.job import Job
 from mixfleet.model.spec import Block, TensorComm
 from mixfleet.plan import Plan, Stage
@@ -48,8 +48,8 @@ from mixfleet.program.action import (
 from mixfleet.program.layout import Layout
 from mixfleet.sim import compiled
 from mixfleet.sim.engine import Graph, Times
-from mixfleet.sim.flow import Flow, flow
-from mixfleet.sim.fold import Colours, distinct, refine
+from mixfleet.sim.flow import Flow, computing, flow
+from mixfleet.sim.fold import Colours, Instance, distinct, refine
 from mixfleet.sim.hazards import hazards
 from mixfleet.sim.traffic import Entity, Kind, Traffic, tensor_bytes
 from mixfleet.units import NS_PER_S
@@ -134,10 +134,13 @@ class _Player:
         self._roles = {(role.pipeline, role.stage): role for role in program.roles}
         self._traffic = Traffic(plan, job, cluster, layout)
         self._pricing = Pricing(plan, job, cluster, layout, self._traffic)
-        count, instances, capacities = len(self._traffic.entities), self._traffic.instances, self._traffic.capacities
+        count, capacities = len(self._traffic.entities), self._traffic.capacities
+        # What entities compute passes their cores, as transfers do.
+        instances = self._traffic.instances + [Instance("compute", (e,), 0.0, tuple((port, 1.0) for port in ports))
+                                               for e, ports in enumerate(self._traffic.cores) if ports]
         self._colours = refine([self._pricing.kind(e) for e in range(count)], instances, capacities) if fold \
             else distinct(count, len(instances), len(capacities))
-        self._flows = _Flows(self._traffic, self._colours)
+        self._flows = _Flows(self._traffic, self._colours, cluster)
         self._graph = Graph()
         self._shared: dict[tuple[object, ...], int] = {}
         self._link: dict[int, int] = {}
@@ -201,7 +204,9 @@ class _Player:
                 self._shared[NORM,] = self._graph.add(self._pricing.norm_ns)
             return (), [self._shared[NORM,]]
         parts = self._pricing.parts(e, action, sizes[action.mb] if action.mb >= 0 else 0)
-        return parts, [self._graph.add(sum(part.ns for part in parts))]
+        ns = sum(part.ns for part in parts)
+        return parts, [self._graph.add(*self._flows.computing(e, ns)) if stream_of(action)[0] == "compute"
+                       else self._graph.add(ns)]
 
     def _transfer(self, instance: int, which: tuple[int, ...], size: int = 1, whole: int = 1) -> int:
         """The task of a transfer, made by the first of those who meet in it."""
@@ -237,8 +242,9 @@ class _Player:
 class _Flows:
     """Flows of the instances, each standing for all that are equal to it."""
 
-    def __init__(self, traffic: Traffic, colours: Colours) -> None:
-        self._traffic = traffic
+    def __init__(self, traffic: Traffic, colours: Colours, cluster: Cluster) -> None:
+        self._traffic, self._cluster = traffic, cluster
+        self._cores = {port for ports in traffic.cores for port in ports}
         self._ports = colours.ports
         self._colours = colours.instances
         self._passing: dict[tuple[int, int], float] = {}
@@ -247,6 +253,7 @@ class _Flows:
                 key = (self._colours[i], port)
                 self._passing[key] = self._passing.get(key, 0.0) + nbytes
         self._made: dict[tuple[int, int, int], Flow] = {}
+        self._computing: dict[tuple[int, int], Flow] = {}
 
     def of(self, i: int, size: int = 1, whole: int = 1) -> Flow:
         """The flow of instance `i` with `size / whole` of its bytes."""
@@ -260,9 +267,22 @@ class _Flows:
             for port, nbytes in instance.demands:
                 found = (self._passing[colour, port] * scale, nbytes * scale, capacities[port])
                 unique[self._ports[port]] = max(found, unique.get(self._ports[port], found))
+            cores = {self._ports[port] for port, _ in instance.demands if port in self._cores}
             self._made[key] = flow(instance.latency_s, [(p, c, n) for p, (_, n, c) in unique.items()],
-                                   [total for total, _, _ in unique.values()])
+                                   [total for total, _, _ in unique.values()], cores, instance.turn_s)
         return self._made[key]
+
+    def computing(self, e: int, ns: int) -> tuple[int, Flow | None]:
+        """Duration of what entity `e` computes, and its flow where transfers take the same cores."""
+        ports = self._traffic.cores[e]
+        if not ports or not ns:
+            return ns, None
+        if (e, ns) not in self._computing:
+            devices = [self._cluster.devices[rank] for rank in self._traffic.entities[e].ranks]
+            rate = min(d.share * (len(d.cores) or 1) / max(cpu_costs(d)[1], 1e-12) for d in devices)
+            self._computing[e, ns] = computing(
+                ns, [(port, 1.0) for port in dict.fromkeys(self._ports[p] for p in ports)], rate)
+        return 0, self._computing[e, ns]
 
 
 class Pricing:
@@ -400,7 +420,7 @@ class Pricing:
             for port, seconds in zip(other.ports.tolist(), other.seconds.tolist()):
                 if port in passing:
                     passing[port] += seconds
-        return own.latency_s + max(passing.values(), default=0.0)
+        return own.latency_s + own.turn_s + max(passing.values(), default=0.0)
 
     def parts(self, e: int, action: Action, micro_batch: int) -> tuple[Part, ...]:
         """What a compute action is made of, in order."""

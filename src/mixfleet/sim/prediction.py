@@ -224,9 +224,12 @@ def _trace(played: Played, memories: dict[tuple[int, int], Memory], plan: Plan, 
         for action, parts, start, end in zip(row.actions, row.parts, row.start_ns, row.end_ns, strict=True):
             name = str(action) if named else ""
             if parts:
+                whole, done, begin = sum(part.ns for part in parts), 0, start  # transfers on the same core stretch all
                 for part in parts:
-                    spans.append(Span(device, stream_of(action)[0], name, part.category, start, start + part.ns))
-                    start += part.ns
+                    done += part.ns
+                    until = begin + (end - begin) * done // whole
+                    spans.append(Span(device, stream_of(action)[0], name, part.category, start, until))
+                    start = until
             elif end > start:
                 spans.append(Span(device, stream_of(action)[0], name, CATEGORY[action.op], start, end))
         for (index, rank), memory in memories.items():
@@ -242,7 +245,8 @@ def _trace(played: Played, memories: dict[tuple[int, int], Memory], plan: Plan, 
         "device_names": names, "multiplicity": counts,
         "row_of": row_of, "tokens_per_step": job.tokens_per_step, "model_flops_per_step": model,
         "hardware_flops_per_step": hardware, "peak_flops": sum(
-            d.flops[compute_dtype(d, job.precision)] * d.share for d in (cluster.devices[r] for r in plan.ranks))})
+            d.flops[compute_dtype(d, job.precision)] * d.share for d in (cluster.devices[r] for r in plan.ranks))} | (
+            {"note": cluster.note} if cluster.note else {}))
     return found if plan.synchronous else tr.within(found)
 
 

@@ -64,6 +64,14 @@ class Traffic:
         for crew in self.crews.values() if plan.shared else ():
             self._add((SEATS, 0, 0), crew, NO_LOADS)
         self.capacities = self._ports.capacities
+        self.cores = self._cores()
+        """Per entity, the ports of the cores of its ranks that transfers load: its computing shares them."""
+
+    def _cores(self) -> list[tuple[int, ...]]:
+        loaded = {port for instance in self.instances for port, _ in instance.demands}
+        ports = {rank: self._ports.number(core) for entity in self.entities for rank in entity.ranks
+                 if (core := self._cluster.core_of[rank])}
+        return [tuple(ports[r] for r in entity.ranks if ports.get(r) in loaded) for entity in self.entities]
 
     def _crews(self) -> dict[int, tuple[int, ...]]:
         """By their first entity, those that are the same ranks in several pipelines, in the order of their seats."""
@@ -77,9 +85,9 @@ class Traffic:
         demands = self.instances[instance].demands
         return self._ports.names[max(demands, key=lambda d: d[1] / self.capacities[d[0]])[0]] if demands else ""
 
-    def _add(self, kind: Kind, members: Iterable[int], loads: Loads, scale: float = 1.0) -> None:
+    def _add(self, kind: Kind, members: Iterable[int], loads: Loads) -> None:
         instance = Instance(kind, tuple(members), loads.latency_s, tuple(
-            [(p, round(n, 2)) for p, n in zip(loads.ports.tolist(), (loads.nbytes * scale).tolist())]))
+            [(p, round(n, 2)) for p, n in zip(loads.ports.tolist(), loads.nbytes.tolist())]), loads.turn_s)
         for member in instance.members:
             self.at[member, kind] = len(self.instances)
         self.instances.append(instance)
@@ -95,15 +103,15 @@ class Traffic:
             for r in range(pipe.copies):
                 nbytes = boundary_bytes(block, pipe.micro_batch, pipe.tokens(self._job.seq_len, r), 1, self._job)
                 a, b = start + r * stages + here.stage, start + r * stages + there.stage
-                self._add((SEND_ACT, pipeline, here.hi), (a, b), self._message(a, b), nbytes)
-                self._add((SEND_GRAD, pipeline, here.hi), (b, a), self._message(b, a), nbytes)
+                self._add((SEND_ACT, pipeline, here.hi), (a, b), self._message(a, b, nbytes))
+                self._add((SEND_GRAD, pipeline, here.hi), (b, a), self._message(b, a, nbytes))
 
-    def _message(self, a: int, b: int) -> Loads:
-        """A message of one byte, in the sequence shards that the ranks of entity `a` send to those of `b`."""
+    def _message(self, a: int, b: int, nbytes: int) -> Loads:
+        """A message in the sequence shards that the ranks of entity `a` send to those of `b`."""
         here, there = self.entities[a], self.entities[b]
         whole = len(here.ranks) * len(there.ranks)
         return self._ports.message(here.ranks, there.ranks,
-                                   ((x, y, n / whole) for x, y, n in shards(here, there, whole)))
+                                   ((x, y, n / whole) for x, y, n in shards(here, there, whole)), nbytes)
 
     def _state(self) -> None:
         layout, plan = self._layout, self._plan
@@ -121,15 +129,16 @@ class Traffic:
     def _exchanges(self, op: str, unit: int, hosts: tuple[tuple[int, ...], ...]) -> int:
         """Adds the transfers of one action on units like this one, move by move; returns the number of phases."""
         element = self._job.bytes.weight_bytes if op in (GATHER, PUBLISH) else self._job.bytes.gradient_bytes
-        stages = [moves for moves in self._layout.stages(op, unit) if moves]
+        adds = op in (REDUCE, SYNC)  # whose stages are sums and copies in turn
+        stages = [(adds and i % 2 == 0, moves) for i, moves in enumerate(self._layout.stages(op, unit)) if moves]
         together = {e: e for e, entity in enumerate(self.entities) if entity.stage in hosts[entity.pipeline]}
-        for moves in stages:
+        for _, moves in stages:
             for move in moves:
                 together[_root(together, self._entity_of[move.src])] = _root(together, self._entity_of[move.dst])
         members: dict[int, list[int]] = {}
         for e in together:
             members.setdefault(_root(together, e), []).append(e)
-        for i, moves in enumerate(stages):
+        for i, (sums, moves) in enumerate(stages):
             messages: dict[int, dict[tuple[int, int], float]] = {}
             for m in moves:
                 sent = messages.setdefault(_root(together, self._entity_of[m.src]), {})
@@ -137,7 +146,7 @@ class Traffic:
                 if pair[0] != pair[1]:
                     sent[pair] = sent.get(pair, 0.0) + (m.hi - m.lo) * element
             for root, group in members.items():
-                self._add((op, unit, i), group, self._ports.exchange(messages.get(root, {})))
+                self._add((op, unit, i), group, self._ports.exchange(messages.get(root, {}), sums=sums))
         return len(stages)
 
     def _collectives(self, op: str, unit: int, hosts: tuple[tuple[int, ...], ...]) -> int:

@@ -229,6 +229,11 @@ class Testbed:
             nodes.append(node.replace(devices=devices))
         return realised(cluster.replace(nodes=tuple(nodes)), self.support, latency_s)
 
+    def rendezvous(self, ranks: Sequence[int] = ()) -> str:
+        """Where the ranks of a run find each other: a free port, by chance, at the node of the first of them."""
+        first = self.layout.seats[ranks[0] if ranks else 0]
+        return f"tcp://{self.layout.addresses[first.node]}:{20_000 + secrets.randbelow(10_000)}"
+
     def environment(self, rank: int, ranks: Sequence[int] = (), port: int = 29500) -> dict[str, str]:
         """What torch's `env://` and torchrun's variables would say at a seat, for programs of others."""
         everyone = list(ranks or range(len(self.layout.seats)))

@@ -98,6 +98,7 @@ def train_elastically(bed: Testbed, cluster: Cluster, job: Job, out: Path, *, st
                 try:
                     train(plan, job, part, steps=steps, out_dir=out, checkpoint_every=checkpoint_every, base=base,
                           resume=out / "checkpoints" if done else "", enter=bed.enter.only(ranks), on_step=on_step,
+                          rendezvous=bed.rendezvous([ranks[r] for r in plan.ranks]),
                           patience_s=patience_s + predict(plan, job, part).step_s)
                 except (RunError, InputError) as error:
                     noticed_s = time.monotonic() - last

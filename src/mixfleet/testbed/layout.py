@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable, Sequence
 
 from mixfleet.catalog.devices import device_fields
-from mixfleet.cluster import Cluster, Device, Link
+from mixfleet.cluster import EMULATED, Cluster, Device, Link
 from mixfleet.errors import InputError
 from mixfleet.spec import Spec
 from mixfleet.testbed.kernel import Support
@@ -32,8 +32,8 @@ PROCESS_BYTES = 400 * 2**20
 """What Python, torch and gloo take of a rank's memory before training; it is added to the device's."""
 CEILING_BPS = 1.25e9
 """Of one shaped link. More than 10 Gb/s over veth takes a core of its own."""
-SYSCTLS = {"net/ipv4/tcp_retries2": str(_RETRIES), "net/ipv4/tcp_rmem": f"4096 131072 {_WINDOW}",
-           "net/ipv4/tcp_wmem": f"4096 131072 {_WINDOW}", "net/ipv6/conf/all/disable_ipv6": "1",
+SYSCTLS = {"net/ipv4/tcp_retries2": str(_RETRIES), "net/ipv4/tcp_rmem": f"4096 {_WINDOW} {_WINDOW}",
+           "net/ipv4/tcp_wmem": f"4096 {_WINDOW} {_WINDOW}", "net/ipv6/conf/all/disable_ipv6": "1",
            "net/ipv6/conf/default/disable_ipv6": "1"}
 """Of every namespace. Without IPv6 the kernel sends nothing of its own accord, so counters count training."""
 
@@ -253,7 +253,7 @@ def emulate_gpus(cluster: Cluster, support: Support) -> tuple[Cluster, str]:
     def device(d: Device) -> Device:
         share = float(f"{_tensor_flops(d) * factor / core.flops['fp32']:.4g}")
         return core.replace(name=d.name, memory_bytes=part, share=min(1.0, share), price_per_hour=d.price_per_hour,
-                            source=f"{d.name}, emulated on a CPU at {factor:.3g} of its rate")
+                            source=f"{d.name}, {EMULATED} at {factor:.3g} of its rate")
 
     def link(one: Link) -> Link:
         return one.replace(bandwidth_Bps=max(one.bandwidth_Bps * factor, _SLOWEST_BPS))
