@@ -26,11 +26,12 @@ from statistics import median, quantiles
 from typing import Any, NamedTuple
 
 from benchmarks import Figure
+from benchmarks.peers import zero
 from mixfleet.cluster import Cluster, Device, Link, Node, device_named
 from mixfleet.job import Job, Optimizer
 from mixfleet.model.families import build
 from mixfleet.plan import Pipeline, Plan, Sharding, Stage, why_not
-from mixfleet.trace import Span
+from mixfleet.trace import Span, Trace, compare
 from mixfleet.units import MB, GiB, MiB, show_seconds
 
 WINDOW_S, STEPS = 2.0, (2, 12)
@@ -88,8 +89,15 @@ def _split(total: int, parts: Sequence[float], least: int = 1) -> list[int]:
     return found
 
 
-def _data(samples: Sequence[int], micro: Sequence[int], blocks: int, degree: int = 1) -> Plan:
-    return Plan(sharding=Sharding(weights=degree, gradients=degree, optimizer=degree), pipelines=tuple(
+def _pairs(cluster: Cluster) -> bool:
+    """Whether ranks 0 and 1, and so on, are nearer to each other than to the rest."""
+    near, far = cluster.path(0, 1), cluster.path(1, 2)
+    return near.level != far.level
+
+
+def _data(samples: Sequence[int], micro: Sequence[int], blocks: int, degree: int = 1, hierarchical: int = 0) -> Plan:
+    sharding = Sharding(weights=degree, gradients=degree, optimizer=degree, hierarchical=hierarchical)
+    return Plan(sharding=sharding, pipelines=tuple(
         Pipeline(stages=(Stage(blocks=(0, blocks), devices=(r,)),), samples=n, micro_batch=m)
         for r, (n, m) in enumerate(zip(samples, micro))))
 
@@ -111,6 +119,7 @@ def plans(work: Job, cluster: Cluster) -> dict[str, Plan]:
         "uneven data parallel": _data(fair, fair, blocks),
         "ZeRO-3": _data(even, even, blocks, n),
         "ZeRO-3, micro-batch 2": _data(even, [2] * n, blocks, n),
+        **({"ZeRO-3, gathers in stages": _data(even, even, blocks, n, hierarchical=2)} if _pairs(cluster) else {}),
         "groups of 2, micro-batch 2": _data(even, [2] * n, blocks, 2),
         "groups of 2": _data(even, even, blocks, 2),
         "uneven groups of 2": _data(fair, fair, blocks, 2),
@@ -136,6 +145,7 @@ class Order(NamedTuple):
     rendezvous: str
     plan: Plan | None = None
     per_node: int = 0
+    """Of FSDP's pieces; of DeepSpeed, the stage of ZeRO."""
     traced: int = 0
     """Steps after the counted ones that are recorded."""
 
@@ -175,9 +185,11 @@ def _carry_out(order: Order, rank: int, mark: Callable[[], None]) -> Outcome | N
 
         finish, close, recorder = mine.interpreter.finish, mine.close, mine.recorder
     else:
-        from benchmarks.peers import ddp, fsdp
+        from benchmarks.peers import ddp, fsdp, zero
 
-        step = ddp.stepper(order.work) if order.name.endswith("DDP") else fsdp.stepper(order.work, order.per_node)
+        step = ddp.stepper(order.work) if order.name.endswith("DDP") else zero.stepper(
+            order.work, order.per_node) if order.name.startswith("DeepSpeed") else fsdp.stepper(
+            order.work, order.per_node)
         finish = close = lambda: None
         recorder = None
     step(0)
@@ -293,10 +305,14 @@ class Row(NamedTuple):
     bound_s: float | None
     """The larger of computing at full speed on all devices, and of this plan's bytes on its tightest link."""
     note: str = ""
+    far_bytes: float | None = None
+    """Payload per step that leaves the half of the cluster with ranks 0 and 1, or comes to it."""
+    parts: tuple[tuple[int, str, float, float], ...] = ()
+    """Where recorded: device, category, seconds per step predicted and measured."""
 
 
-def measure(name: str, cluster: Cluster, *, quick: bool, say: Callable[[str], None]) -> list[Row]:
-    """All plans and peers on one cluster."""
+def measure(name: str, cluster: Cluster, *, quick: bool, say: Callable[[str], None], traced: int = 0) -> list[Row]:
+    """All plans and peers on one cluster; with so many `traced` steps, plans are also compared by category."""
     from mixfleet.search import find
     from mixfleet.sim import predict
     from mixfleet.testbed import Testbed
@@ -317,21 +333,24 @@ def measure(name: str, cluster: Cluster, *, quick: bool, say: Callable[[str], No
         with _Contest(bed) as contest:
             for label, plan in contenders.items():
                 reason = why_not(plan, work, real)
-                prediction = None if reason else predict(plan, work, real, sent=True)
+                prediction = None if reason else predict(plan, work, real, sent=True, trace=bool(traced))
                 if prediction and not prediction.fits:
                     reason = f"does not fit: {prediction.reasons[0]}"
                 if reason or not prediction:
                     rows.append(_empty(name, label, str(reason)))
                     continue
                 steps = _steps(prediction.step_s, quick)
-                found = contest.run(Order(label, work, real, steps, "", plan))
+                found = contest.run(Order(label, work, real, steps, "", plan, traced=traced))
                 rows.append(_empty(name, label, found) if isinstance(found, str) else
                             _row(name, label, plan, real, prediction, *found, steps, ideal_s))
                 say(_line(rows[-1]))
             guess = max((r.measured_s for r in rows if r.measured_s), default=1.0)
             size = max(len(real.ranks_of_node[0]), 2)
-            for label, per_node in (("torch DDP", 0), ("torch FSDP2 full", 0), ("torch FSDP2 hybrid", size)):
-                if cluster.name == "small memory" and label != "torch FSDP2 full":
+            peers = [("torch DDP", 0), ("torch FSDP2 full", 0), ("torch FSDP2 hybrid", size)]
+            if zero.installed():
+                peers += [("DeepSpeed ZeRO-1", 1), ("DeepSpeed ZeRO-3", 3)]
+            for label, per_node in peers:
+                if cluster.name == "small memory" and label not in ("torch FSDP2 full", "DeepSpeed ZeRO-3"):
                     rows.append(_empty(name, label, "does not fit: as even data parallel, or groups of 2"))
                     continue
                 found = contest.run(Order(label, work, real, _steps(guess, quick), "", None, per_node))
@@ -394,8 +413,56 @@ def _row(cluster: str, name: str, plan: Plan, real: Cluster, prediction: Any, ou
             expected.values())
     link_s = max((n / capacity[p] for p, n in ports.items()), default=0.0)
     total = sum(payload.values())
+    far = sum(n for rank in plan.ranks if (o := outcomes[rank]) for (_, dst), n in o.sent.items()
+              if (rank < 2) != (dst < 2))
     return Row(cluster, name, prediction.step_s, max(o.step_s for o in outcomes if o), exact,
-               sum(wire.values()) / total if total else None, max(ideal_s, link_s))
+               sum(wire.values()) / total if total else None, max(ideal_s, link_s), far_bytes=far / steps,
+               parts=_parts(prediction.trace, [o for o in outcomes if o]) if prediction.trace else ())
+
+
+def _parts(predicted: Trace, outcomes: Sequence[Outcome]) -> tuple[tuple[int, str, float, float], ...]:
+    """What `mixfleet compare` would say of the recorded steps."""
+    bounds = list(zip(*(o.bounds for o in outcomes)))
+    measured = Trace(spans=tuple(s for o in outcomes for s in o.spans), meta={
+        "kind": "measured", "steps_ns": [[min(a for a, _ in each), max(b for _, b in each)] for each in bounds]})
+    return tuple(tuple(row) for row in compare(predicted, measured).rows)  # type: ignore[misc]
+
+
+class Gain(NamedTuple):
+    """What moving less far away brings. Ratios are of the plan to the one that it is measured against."""
+
+    cluster: str
+    name: str
+    against: str
+    bytes_by_formula: float
+    bytes_counted: float
+    time_predicted: float
+    time_measured: float
+
+
+def gains(rows: Sequence[Row]) -> list[Gain]:
+    """Gathers in stages, and partition groups (MiCS), against ZeRO-3: bytes across the middle, and time.
+
+    With p pieces on nodes of k ranks a gather takes (p - k) M / p out of each node in stages (MiCS, arXiv 2205.00119)
+    and k times that if every rank sends its piece to every other one; hop 1 is the same the other way. Groups that
+    stay in a node exchange nothing across until hop 2, 2 (r - 1) / r M / p per rank once per step, against three such
+    exchanges of every micro-batch.
+    """
+    found = []
+    work = job()
+    k, p, steps = 2, 4, work.global_batch // 4 // 2
+    r = p // k
+    hop_2, exchange = k * 2 * (r - 1) / r / k, k * (p - k) / p  # in M, out of a node
+    for name, against, ratio in (("ZeRO-3, gathers in stages", "ZeRO-3", 1 / k),
+                                 ("groups of 2, micro-batch 2", "ZeRO-3, micro-batch 2", hop_2 / (3 * steps * exchange))):
+        for cluster in dict.fromkeys(r.cluster for r in rows):
+            here = {r.name: r for r in rows if r.cluster == cluster}
+            a, b = here.get(name), here.get(against)
+            if a and b and a.measured_s and b.measured_s and a.predicted_s and b.predicted_s and a.far_bytes \
+                    and b.far_bytes and _pairs(shapes()[cluster]):
+                found.append(Gain(cluster, name, against, ratio, a.far_bytes / b.far_bytes,
+                                  a.predicted_s / b.predicted_s, a.measured_s / b.measured_s))
+    return found
 
 
 TIE = 0.02
@@ -428,7 +495,7 @@ def summaries(rows: Sequence[Row]) -> list[Summary]:
         pairs = [(r.predicted_s, r.measured_s) for r in mine if r.predicted_s and r.measured_s]
         best = min(m for _, m in pairs)
         chosen = next(r for r in mine if r.name == "chosen by mixfleet")
-        peers = [r.measured_s for r in mine if r.name.startswith("torch") and r.measured_s]
+        peers = [r.measured_s for r in mine if r.name.startswith(("torch", "DeepSpeed")) and r.measured_s]
         assert chosen.measured_s
         assert chosen.bound_s
         found.append(Summary(cluster, kendall(pairs), chosen.measured_s / best - 1,
@@ -465,9 +532,33 @@ def table(rows: Sequence[Row], busy: float) -> str:
              "| --- | --- | --- | --- | --- |"]
     lines += [f"| {s.cluster} | {s.tau:.2f} | {s.behind_best:.1%} | {s.over_peers:.2f} | {s.of_bound:.2f} |"
               for s in summaries(rows)]
+    if found_gains := gains(rows):
+        lines += ["", "| cluster | plan | against | bytes across by formula | counted | time predicted | measured |",
+                  "| --- | --- | --- | --- | --- | --- | --- |"]
+        lines += [f"| {g.cluster} | {g.name} | {g.against} | {g.bytes_by_formula:.3f} | {g.bytes_counted:.3f} | "
+                  f"{g.time_predicted:.3f} | {g.time_measured:.3f} |" for g in found_gains]
     lines += ["", "| cluster | plan | measured | predicted | error | bytes | wire/payload | bound/measured | |",
               "| --- | --- | --- | --- | --- | --- | --- | --- | --- |", *map(_line, rows)]
     return "\n".join(lines) + "\n"
+
+
+def diagnosis(rows: Sequence[Row]) -> str:
+    """Markdown: seconds per step by category, predicted and measured, of every pair that was recorded.
+
+    Measured gathers, reductions and receives include waiting for the others; computing does not.
+    """
+    lines = []
+    for row in (r for r in rows if r.parts):
+        names = list(dict.fromkeys(category for _, category, _, _ in row.parts))
+        lines += [f"## {row.cluster}: {row.name} ({show_seconds(row.predicted_s or 0)} for "
+                  f"{show_seconds(row.measured_s or 0)})", "", f"| rank | {' | '.join(names)} |", "| --- " * (
+                      len(names) + 1) + "|"]
+        for rank in dict.fromkeys(part[0] for part in row.parts):
+            mine = {category: f"{show_seconds(p)} for {show_seconds(m)}"
+                    for device, category, p, m in row.parts if device == rank}
+            lines.append(f"| {rank} | {' | '.join(mine.get(name, '') for name in names)} |")
+        lines.append("")
+    return "\n".join(lines)
 
 
 def scatter(rows: Sequence[Row]) -> str:
@@ -517,7 +608,7 @@ def _busy(seconds: float = 1.0) -> float:
     return 1 - idle / max(1, total)
 
 
-def run(*, quick: bool, only: Sequence[str] = (), say: Callable[[str], None] = lambda line: None
+def run(*, quick: bool, only: Sequence[str] = (), say: Callable[[str], None] = lambda line: None, traced: int = 0
         ) -> tuple[list[Row], float]:
     """Rows of all clusters, and how busy the machine was between them."""
     rows, busy = [], [_busy()]
@@ -526,7 +617,7 @@ def run(*, quick: bool, only: Sequence[str] = (), say: Callable[[str], None] = l
         only = ("one slow", "slow link")
     for name, cluster in chosen.items():
         if not only or name in only:
-            rows += measure(name, cluster, quick=quick, say=say)
+            rows += measure(name, cluster, quick=quick, say=say, traced=traced)
             busy.append(_busy())
     return rows, max(busy)
 
@@ -556,12 +647,16 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("out/testbed"))
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--only", action="append", default=[], choices=list(shapes()))
+    parser.add_argument("--diagnose", action="store_true", help="record steps, and compare them by category")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
-    rows, busy = run(quick=options.quick, only=options.only, say=lambda line: print(line, file=sys.stderr, flush=True))
+    rows, busy = run(quick=options.quick, only=options.only, traced=2 if options.diagnose else 0,
+                     say=lambda line: print(line, file=sys.stderr, flush=True))
     text = table(rows, busy)
     (options.out / "table.md").write_text(text)
+    if options.diagnose:
+        (options.out / "diagnosis.md").write_text(diagnosis(rows))
     (options.out / "scatter.svg").write_text(scatter(rows))
     (options.out / "results.json").write_text(json.dumps([r._asdict() for r in rows], indent=1))
     print(text)

@@ -10,6 +10,7 @@ from mixfleet.cost import network
 from mixfleet.plan import Pipeline, Plan, Sharding, Stage
 from mixfleet.program.layout import Layout
 from mixfleet.program.lower import lower
+from mixfleet.sim import compiled
 from mixfleet.sim.engine import Graph, run
 from mixfleet.sim.flow import computing, flow
 from mixfleet.sim.interpreter import play
@@ -65,6 +66,25 @@ def test_a_core_does_all_work_and_rests_only_for_the_wire(transfers, compute_s):
     work = compute_s + sum(w for _, w in transfers)
     assert end >= max(work, sum(max(n, w) for n, w in transfers)) - 1e-6
     assert end <= compute_s + sum(max(n, w) for n, w in transfers) + 1e-6
+
+
+@given(st.lists(st.tuples(st.sampled_from("fct"), st.integers(1, 9), st.integers(0, 9), st.integers(0, 2),
+                          st.sets(st.integers(1, 6), max_size=3)), min_size=1, max_size=14))
+def test_both_engines_agree_to_the_nanosecond(tasks):
+    """Fixed durations, computing on two cores, and transfers that load a wire and a core and may wait for their turn;
+    each after some of the tasks before it."""
+    graph = Graph()
+    for i, (kind, size, work, core, back) in enumerate(tasks):
+        if kind == "f":
+            graph.add(size * 1000)
+        elif kind == "c":
+            graph.add(flow=computing(size * 1000, [(core, 1.0)], 7.0 + core))
+        else:
+            graph.add(flow=flow(1e-6 * (work % 3), [(5, 1e6, size), (core, 1e9, work * 700.0)], cores={0, 1, 2},
+                                turn_s=1e-6 * (size % 4)))
+        for j in {i - b for b in back if i >= b}:
+            graph.order(j, i)
+    assert compiled.play(graph) == run(graph)
 
 
 def processes(count, **costs):
