@@ -453,8 +453,9 @@ def gains(rows: Sequence[Row]) -> list[Gain]:
     k, p, steps = 2, 4, work.global_batch // 4 // 2
     r = p // k
     hop_2, exchange = k * 2 * (r - 1) / r / k, k * (p - k) / p  # in M, out of a node
+    groups = hop_2 / (3 * steps * exchange)
     for name, against, ratio in (("ZeRO-3, gathers in stages", "ZeRO-3", 1 / k),
-                                 ("groups of 2, micro-batch 2", "ZeRO-3, micro-batch 2", hop_2 / (3 * steps * exchange))):
+                                 ("groups of 2, micro-batch 2", "ZeRO-3, micro-batch 2", groups)):
         for cluster in dict.fromkeys(r.cluster for r in rows):
             here = {r.name: r for r in rows if r.cluster == cluster}
             a, b = here.get(name), here.get(against)
