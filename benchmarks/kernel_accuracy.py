@@ -1,6 +1,6 @@
 """Errors of the kernel cost model: rows held out, devices left out, sources left out, and k measurements given.
 
-    python benchmarks/kernel_accuracy.py DIR [--group gemm.16bit] [--rows 20000] [--trees 130] [--most 6]
+    python benchmarks/kernel_accuracy.py DIR [--group gemm.16bit] [--rows 20000] [--trees 130] [--folds 4]
 
 DIR is a folder of measured kernel files (`gemm.parquet`, ...). Prints one Markdown row per group. Every fold is a fit
 of its own, with the factors of the device left out taken from its relatives.
@@ -16,7 +16,7 @@ import numpy as np
 from mixfleet.calibrate import fit
 from mixfleet.calibrate.adapt import adapt
 from mixfleet.cost import query
-from mixfleet.cost.learned import Layer
+from mixfleet.cost.learned import Forest, Group, Layer, Relatives
 
 
 def main() -> None:
@@ -25,51 +25,53 @@ def main() -> None:
     parser.add_argument("--group", action="append", default=[])
     parser.add_argument("--rows", type=int, default=20_000)
     parser.add_argument("--trees", type=int, default=130)
-    parser.add_argument("--most", type=int, default=6, help="devices and sources left out per group")
+    parser.add_argument("--folds", type=int, default=4, help="fits among which devices, and sources, are dealt")
     args = parser.parse_args()
     settings = {"trees": args.trees}
     for name, sample in fit.samples(args.data, args.rows, args.group).items():
         test = fit.held_out(sample)
-        fitted = fit.fit_group(sample.take(~test), **settings)
-        known = fit.score("rows", sample.take(test), name, *fitted)
+        known = fit.score("rows", sample.take(test), name, *fit.fit_group(sample.take(~test), **settings))
         print(f"{name}: {sample.rows} rows; held out: mean {known.mean:.1%}, median {known.median:.1%}", flush=True)
-        for column, left in (("gpu", "device"), ("source", "source")):
-            scores = []
-            values, counts = np.unique(sample.columns[column], return_counts=True)
-            for value in values[np.argsort(-counts, kind="stable")][:args.most]:
-                out = sample.columns[column] == value
-                if not fit.LEAST <= out.sum() < sample.rows:
-                    continue
-                group, forest, relatives = fit.fit_group(sample.take(~out), **settings)
-                rest = sample.take(out)
-                scores.append(fit.score(str(value), rest, name, group, forest, relatives, unknown=column == "gpu"))
-                text = f"  without {left} {value}: mean {scores[-1].mean:.1%}, median {scores[-1].median:.1%}, " \
-                       f"bias {scores[-1].bias:+.1%}"
+        for column, what in (("gpu", "device"), ("source", "source")):
+            scores, after = [], list[tuple[float, ...]]()
+            for scored, rest, fitted in fit.left_out(column, name, sample, args.folds, LEAST, **settings):
+                scores.append(scored)
+                text = f"  without {what} {scored.left_out}: mean {scored.mean:.1%}, median {scored.median:.1%}, " \
+                       f"bias {scored.bias:+.1%}"
                 if column == "gpu":
-                    layer = Layer({name: group}, {name: forest}, relatives)
-                    text += given(rest, name, layer)
+                    found = given(rest, name, fitted)
+                    after += [found] if len(found) == len(GIVEN) else []
+                    text += "".join(f"; given {k}: {m:.1%}" for k, m in zip(GIVEN, found))
                 print(text, flush=True)
             if scores:
-                print(f"{name}: {left}s left out: mean {np.mean([s.mean for s in scores]):.1%}, median of rows "
-                      f"{np.median(np.concatenate([np.abs(np.expm1(-s.errors)) for s in scores])):.1%}, "
-                      f"mean of medians {np.mean([s.median for s in scores]):.1%}", flush=True)
+                median, mean = (np.mean([getattr(s, field) for s in scores]) for field in ("median", "mean"))
+                text = "".join(f"; median given {k} {m:.1%}" for k, m in zip(GIVEN, np.mean(after, 0))) if after else ""
+                print(f"{name}: mean of {len(scores)} {what}s left out: median {median:.1%}, mean {mean:.1%}{text}",
+                      flush=True)
 
 
-def given(rest: fit.Sample, name: str, layer: Layer) -> str:
-    """Errors on the other rows once 5, 20 and 80 rows of the device are given."""
-    order = np.random.default_rng(3).permutation(rest.rows)
-    text = ""
-    for k in (5, 20, 80):
+GIVEN, REPEATS, LEAST = (5, 20, 80), 3, 60
+
+
+def given(rest: fit.Sample, name: str, fitted: tuple[Group, Forest, dict[str, Relatives]]) -> tuple[float, ...]:
+    """Median errors on the other rows once some rows of the device are given, over a few draws of them."""
+    group, forest, relatives = fitted
+    layer = Layer({name: group}, {name: forest}, relatives, {})
+    device = rest.devices[str(rest.columns["gpu"][0])]
+    found = []
+    for k in GIVEN:
         if rest.rows < 2 * k:
             break
-        some, others = rest.take(order[:k]), rest.take(order[k:][:2000])
-        device = rest.devices[str(some.columns["gpu"][0])]
-        factors = adapt(device, rest.kind, some.columns, some.time_s, emulate=True, layer=layer)
-        predicted = query.predict(rest.kind, others.columns, rest.devices, emulate=True, layer=layer,
-                                  factors=factors).time_s
-        ape = np.abs(predicted / others.time_s - 1)
-        text += f"; given {k}: mean {ape.mean():.1%}, median {np.median(ape):.1%}"
-    return text
+        medians = []
+        for draw in range(REPEATS):
+            order = np.random.default_rng(draw).permutation(rest.rows)
+            some, others = rest.take(order[:k]), rest.take(order[k:][:1000])
+            factors = adapt(device, rest.kind, some.columns, some.time_s, emulate=True, layer=layer)
+            predicted = query.predict(rest.kind, others.columns, rest.devices, emulate=True, layer=layer,
+                                      factors=factors).time_s
+            medians.append(float(np.median(np.abs(predicted / others.time_s - 1))))
+        found.append(float(np.mean(medians)))
+    return tuple(found)
 
 
 if __name__ == "__main__":

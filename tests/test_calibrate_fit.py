@@ -62,9 +62,13 @@ def test_a_fit_learns_the_efficiencies_of_the_data(folder):
 def test_leaving_a_device_out_hides_it(folder):
     pytest.importorskip("catboost")
     (name, sample), = fit.samples(folder).items()
-    scores = fit.leave_out("gpu", name, sample, trees=30, depth=4)
-    assert {s.left_out for s in scores} == set(DEVICES)
-    assert all(s.rows == (sample.columns["gpu"] == s.left_out).sum() for s in scores)
+    found = list(fit.left_out("gpu", name, sample, folds=2, trees=30, depth=4))
+    assert [scored.left_out for scored, _, _ in found] == ["L4", "H100-SXM", "A100-SXM4-80GB"]
+    for scored, rest, (group, _, _) in found:
+        assert scored.rows == rest.rows == (sample.columns["gpu"] == scored.left_out).sum()
+        assert scored.left_out not in group.factors
+    # two folds: the first and third device by architecture were left out together
+    assert set(found[0][2][0].factors) == set(found[1][2][0].factors) == {"A100-SXM4-80GB"}
 
 
 def test_a_few_measurements_find_a_slow_device():
@@ -83,10 +87,68 @@ def test_a_few_measurements_find_a_slow_device():
     assert error(factors=factors) < 0.06
 
 
+def test_floors_come_from_short_kernels_only():
+    """Large kernels hide the floor: a device timed on them alone has the floor that the library has on others."""
+    data = frame(2000)
+    large = 2.0 * data.m * data.n * data.k > 1e11
+    data = data[(data.gpu != "L4") | large]
+    sample = fit.Sample("gemm", {c: data[c].to_numpy() for c in data.columns if c not in ("suspect", "time_us")},
+                        {g: device_named(g) for g in DEVICES}, data.time_us.to_numpy() * 1e-6)
+    assert sample.time_s[sample.columns["gpu"] == "L4"].min() > 2e-4
+    assert fit.factors(sample)["L4"].floor_s["made"] == pytest.approx(5e-6, rel=0.1)
+
+
+def test_intervals_hold_four_fifths_of_rows_they_never_saw(tmp_path):
+    pytest.importorskip("catboost")
+    rng = np.random.default_rng(4)
+    data = frame(6000)
+    # one device is measured with four times the noise of the others
+    data["time_us"] *= np.exp(rng.normal(0, np.where(data.gpu == "L4", 0.2, 0.05)))
+    data[:4500].to_parquet(tmp_path / "gemm.parquet")
+    layer = fit.fit(tmp_path, trees=60, depth=5)
+    new = data[4500:]
+    found = query.predict("gemm", {c: new[c].to_numpy() for c in ("m", "n", "k", "gpu", "source", "backend", "dtype")},
+                          {g: device_named(g) for g in DEVICES}, layer=layer)
+    time = new.time_us.to_numpy() * 1e-6
+    inside = (found.low_s <= time) & (time <= found.high_s)
+    assert inside.mean() == pytest.approx(0.8, abs=0.05)
+    width = np.log(found.high_s / found.low_s)
+    assert width[new.gpu == "L4"].mean() > 2 * width[new.gpu == "H100-SXM"].mean()
+    assert inside[new.gpu == "L4"].mean() > 0.65
+
+
+def test_measurements_that_agree_change_nothing_and_outliers_little():
+    device = device_named("H100-SXM")
+    sizes = {c: 2 ** np.random.default_rng(1).integers(7, 13, 12) for c in "mnk"}
+    times = query.predict("gemm", sizes, device).time_s
+    same = query.predict("gemm", sizes, device, factors=adapt(device, "gemm", sizes, times, known=True)).time_s
+    assert same == pytest.approx(times, rel=1e-6)
+    wrong = times.copy()
+    wrong[3] *= 20
+    found = query.predict("gemm", sizes, device, factors=adapt(device, "gemm", sizes, wrong, known=True)).time_s
+    others = np.arange(12) != 3
+    assert np.abs(np.log(found / times))[others].max() < 0.2
+
+
+def test_deviations_by_hand():
+    """One measurement of itself: weight residual / (k + noise), and a prediction of k times that at the same point."""
+    device = device_named("H100-SXM")
+    one = {"m": 512, "n": 1024, "k": 768}
+    start = query.predict("gemm", one, device).time_s[0]
+    factors = adapt(device, "gemm", one, start * 1.05, known=True)
+    deviations = factors[device.name].deviations
+    prior = deviations.scale**2 * sum(s**2 for s in learned.DEVIATIONS)
+    (weight,) = deviations.weights
+    assert prior * weight == pytest.approx(np.log(1.05) * prior / (prior + 0.1**2), rel=0.05)
+    after = query.predict("gemm", one, device, factors=factors).time_s[0]
+    assert np.log(after / start) == pytest.approx(prior * weight)
+
+
 def test_adapt_wants_positive_times_of_one_group():
     device = device_named("L4")
-    with pytest.raises(InputError, match="at least one measurement"):
-        adapt(device, "gemm", {"m": 1, "n": 2, "k": 3}, [])
+    for times in ([], [0.0], [-1e-6], [np.nan], [np.inf]):
+        with pytest.raises(InputError, match="at least one measurement"):
+            adapt(device, "gemm", {"m": 1, "n": 2, "k": 3}, times)
     with pytest.raises(InputError, match=r"gemm\.16bit, gemm\.fp32"):
         adapt(device, "gemm", {"m": [8, 8], "n": 8, "k": 8, "dtype": ["bf16", "fp32"]}, [1e-6, 2e-6])
 
@@ -130,6 +192,19 @@ def test_missing_columns_are_named_with_the_file(tmp_path):
     other.write_text("a,b\n1,2\n")
     with pytest.raises(InputError, match=r"other\.csv: columns .* missing"):
         validate.validate(other)
+
+
+def test_broken_files_are_named(tmp_path, capsys):
+    from mixfleet.cli import main
+
+    (tmp_path / "gemm.parquet").write_bytes(b"no parquet")
+    assert main(["validate", str(tmp_path / "gemm.parquet")]) == 2
+    assert "gemm.parquet" in capsys.readouterr().err
+    assert main(["calibrate", "fit", "--data", str(tmp_path), "-o", str(tmp_path / "k.npz")]) == 2
+    assert "gemm.parquet: not a table" in capsys.readouterr().err
+    frame(20).drop(columns=["k"]).to_parquet(tmp_path / "gemm.parquet")
+    assert main(["calibrate", "fit", "--data", str(tmp_path), "-o", str(tmp_path / "k.npz")]) == 2
+    assert "gemm.parquet: column k missing" in capsys.readouterr().err
 
 
 def test_the_command_line(tmp_path, capsys):

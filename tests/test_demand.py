@@ -112,6 +112,18 @@ def test_conv_is_the_product_it_says():
     assert d.total[0, DRAM] == 4 * (3 * 5 * 17 * 19 + 3 * 7 * 90 + 7 * 5 * 9)
 
 
+def test_3x3_convolutions_may_use_fewer_products():
+    """Winograd: 16 products per 2x2 patch in place of 36, where both cut evenly; only for 3x3 with stride 1."""
+    shape = {"pad": 1, "pad_w": 1, "element": 4}
+    d = demand.conv(on(), 56, 256, 32, 32, 256, 3, 3, **shape)
+    assert d.more["tiled_s"][0] == d.more["winograd_s"][0] < d.more["direct_s"][0]
+    assert 16 / 36 < d.more["winograd_s"][0] / d.more["direct_s"][0] < 0.75
+    for other in ({"r": 5, "s": 5}, {"stride": 2, "stride_w": 2}, {"dil": 2, "dil_w": 2}):
+        d = demand.conv(on(), 56, 256, 32, 32, 256, **{"r": 3, "s": 3, **shape, **other})
+        assert d.more["winograd_s"][0] == 0
+        assert d.more["tiled_s"][0] == d.more["direct_s"][0]
+
+
 def test_ceiling_names_the_slowest_pipeline():
     wide, thin = demand.gemm(on(), 4096, 4096, 4096), demand.gemm(on(), 1, 4096, 4096)
     assert wide.binds(on())[0] == TENSOR

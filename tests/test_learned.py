@@ -99,7 +99,9 @@ def test_every_kind_is_predicted_near_its_bound(kind, columns):
 @pytest.mark.parametrize(("columns", "message"), [
     ({"m": 0, "n": 3, "k": 4}, "m is 0 in row 0; sizes must be positive"),
     ({"m": 2, "n": [5, -3], "k": 4}, "n is -3 in row 1"),
-    ({"m": 2, "n": 5}, "gemm needs k"),
+    ({"m": 2, "n": 5}, "gemm needs k"), ({"m": 2, "n": 5, "k": float("nan")}, "k is nan in row 0"),
+    ({"m": 2, "n": 5, "k": float("inf")}, "k is inf"), ({"m": "two", "n": 5, "k": 7}, "m is 'two'; sizes are numbers"),
+    ({"m": [2, 3], "n": [5, 6, 7], "k": 7}, "unequal length: m 2, n 3"),
     ({"m": 2, "n": 5, "k": 7, "dtype": "fp8"}, "A100-SXM4-80GB has no fp8 units .* emulate=True"),
     ({"m": 2, "n": 5, "k": 7, "dtype": "bf17"}, "did you mean")])
 def test_bad_queries(columns, message):
@@ -116,6 +118,13 @@ def test_coefficients_of_another_version_are_refused(tmp_path):
     path = tmp_path / "old.npz"
     np.savez(path, version=np.int64(learned.VERSION + 1))
     with pytest.raises(InputError, match=f"version {learned.VERSION + 1}, this code needs {learned.VERSION}"):
+        learned.load(path)
+
+
+def test_a_file_that_holds_no_coefficients(tmp_path):
+    path = tmp_path / "kernels.npz"
+    path.write_bytes(b"nothing of the kind")
+    with pytest.raises(InputError, match=r"kernels\.npz: not a file of coefficients"):
         learned.load(path)
 
 

@@ -1,27 +1,28 @@
-"""A device's effective factors from a few measurements of it (after PerfVec, Li et al., 2024).
+"""What a few measurements of a device say about all its kernels (after PerfVec, Li et al., 2024).
 
 What kernels ask for, and how efficiency depends on it, stays as fitted on all devices; only the device's side is
-fitted: its chip, DRAM and floor factors and one on all times. Each starts from what its relatives have and is held
-near it, the more loosely the more measurements there are.
+fitted: how it deviates from what its relatives let expect, as a whole, by library, by kind of demand and by shape. That
+is a Gaussian process (Rasmussen and Williams, 2006), so few measurements change little and none are overrated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from mixfleet.cluster import Device
 from mixfleet.cost import learned, query
-from mixfleet.cost.learned import Factors, Layer
+from mixfleet.cost.demand import Array
+from mixfleet.cost.learned import Deviations, Factors, Layer
 from mixfleet.errors import InputError
 
-STEPS = np.exp(np.linspace(-0.6, 0.6, 13))
-"""Factors tried on each starting value."""
-SPREAD = 0.3
-"""Of the logarithm of such a factor between relatives."""
-ROUNDS = 2
+NOISE = 0.1
+"""Standard deviation of log(measured / predicted) that no device's deviation explains."""
+SCALES = (0.3, 1.0, 2.0)
+"""Of the deviations; the likeliest one is taken: devices with close relatives deviate little."""
+ROUNDS = 4
 
 
 def adapt(device: Device, kind: str, columns: Mapping[str, Any], time_s: Any, *, emulate: bool = False,
@@ -33,39 +34,39 @@ def adapt(device: Device, kind: str, columns: Mapping[str, Any], time_s: Any, *,
     """
     layer = layer or learned.load()
     time = np.atleast_1d(np.asarray(time_s, float))
-    if not time.size or not np.all(time > 0):
+    if not time.size or not np.all((time > 0) & np.isfinite(time)):
         raise InputError("adapt needs at least one measurement, each with a positive time")
     full = query.complete(kind, columns)
     pairs, _ = query.texts_of(full, ("dtype", "op"), time.size)
     names = {query.group_of(kind, *pair) for pair in pairs}
     if len(names) > 1:
         raise InputError(f"the measurements are of {', '.join(sorted(names))}; adapt takes one of them at a time")
-    start = learned.factors_of(layer.groups[names.pop()], device, layer.relatives, known=known)
-    rows = {k: v for k, v in columns.items() if k != "gpu"}
+    name = names.pop()
+    group = layer.groups[name]
+    start = learned.factors_of(group, device, layer.relatives, known=known)
+    full = query.named({**full, "gpu": device.name}, group)
+    x = query.inputs(kind, full, {device.name: device}, {device.name: start}, group.words, emulate=emulate)
+    residual = np.log(time / x.bound_s) - layer.forests[name].predict(x.features)
+    texts, which = query.texts_of(full, query.TEXTS, time.size)
+    points = learned.coordinates(x)
+    like = learned.covariance(points, texts, which, points, texts, which)
+    scale, weights = _likeliest(like, residual)
+    deviations = Deviations(points=tuple(map(tuple, points.tolist())), texts=tuple(texts[i] for i in which),
+                            weights=tuple(weights.tolist()), scale=scale)
+    return {device.name: start.replace(deviations=deviations)}
 
-    def factors(scales: Sequence[float], times: float = 1.0) -> Factors:
-        chip, dram, floor = scales
-        return Factors(chip={k: v * chip for k, v in start.chip.items()}, dram=start.dram * dram,
-                       floor_s={k: v * floor for k, v in start.floor_s.items()}, times=times)
 
-    def errors(scales: list[float]) -> Any:
-        found = query.predict(kind, rows, device, emulate=emulate, layer=layer,
-                              factors={device.name: factors(scales)})
-        return np.log(time / found.time_s)
-
-    def shift(residual: Any) -> float:
-        """The constant factor, shrunk towards 1 as if one more measurement had said so."""
-        return float(np.median(residual)) * time.size / (time.size + 1)
-
-    def loss(scales: list[float]) -> float:
-        residual = errors(scales)
-        constant = shift(residual)
-        held = (sum(np.log(s) ** 2 for s in scales) + constant**2) / (2 * SPREAD**2)
-        return float(np.abs(residual - constant).sum() / 0.1 + held)
-
-    scales = [1.0, 1.0, 1.0]
-    for _ in range(ROUNDS if time.size > 2 else 0):
-        for i in range(len(scales)):
-            tried = [[*scales[:i], float(step), *scales[i + 1:]] for step in STEPS]
-            scales = min(tried, key=loss)
-    return {device.name: factors(scales, float(np.exp(shift(errors(scales)))))}
+def _likeliest(like: Array, residual: Array) -> tuple[float, Array]:
+    """The scale under which the residuals are likeliest, and the weights of the measurements."""
+    found = []
+    for scale in SCALES:
+        prior, noise = scale**2 * like, np.full(len(residual), NOISE**2)
+        for _ in range(ROUNDS):
+            total = prior + np.diag(noise)
+            weights = np.linalg.solve(total, residual)
+            # a residual far off counts less, as under a heavy-tailed noise
+            noise = NOISE**2 * (1 + ((residual - prior @ weights) / (2 * NOISE)) ** 2)
+        fit = residual @ np.linalg.solve(prior + np.diag(noise), residual)
+        found.append((-fit - np.linalg.slogdet(prior + np.diag(noise))[1], scale, weights))
+    best = max(range(len(found)), key=lambda i: float(found[i][0]))
+    return found[best][1], np.asarray(found[best][2], float)

@@ -67,7 +67,10 @@ def read(path: Path, *, optional: bool = False) -> Table | None:
     """A file's rows. InputError names missing columns; None for a kind without a model, if `optional`."""
     import pandas
 
-    frame = pandas.read_parquet(path) if path.suffix == ".parquet" else pandas.read_csv(path)
+    try:
+        frame = pandas.read_parquet(path) if path.suffix == ".parquet" else pandas.read_csv(path)
+    except (ValueError, OSError) as error:
+        raise InputError(f"not a table: {error}", where=str(path)) from None
     have = set(frame.columns)
     for what, marks in UNKNOWN.items():
         if have.issuperset(marks):

@@ -385,11 +385,19 @@ def conv(mach: Machine, n: Any, c_in: Any, h: Any, w: Any, c_out: Any, r: Any, s
     total = d.total.copy()
     total[:, TENSOR] = 2 * pixels * c_out * per_in * window
     total[:, DRAM] = element * (inputs * c_in + pixels * c_out + c_out * per_in * window)
+    patches = n * np.ceil(ho / 2) * np.ceil(wo / 2)
+    fits = (r == 3) & (s == 3) & (stride == 1) & (stride_w == 1) & (dil == 1) & (dil_w == 1)
+    winograd = _product(mach, {t: 16 * groups * np.ceil(patches / t[0]) * np.ceil(per_out / t[1]) for t in TILES},
+                        per_in, element, element)[5] + 16 * patches * (c_in + c_out) * element / mach.rates[:, L2]
     more = {key: value for key, value in d.more.items() if key.startswith("tile") or key == "misaligned"}
-    more |= {"in_cache": total[:, DRAM] / mach.cache_bytes, "filter_s": element * c_out * per_in * window /
+    more["tiled_s"] = np.where(fits, np.minimum(d.more["tiled_s"], winograd), d.more["tiled_s"])
+    more |= {"direct_s": d.more["tiled_s"], "winograd_s": np.where(fits, winograd, 0),
+             "lowered_s": element * pixels * c_in * window / mach.rates[:, DRAM],
+             "in_cache": total[:, DRAM] / mach.cache_bytes, "filter_s": element * c_out * per_in * window /
              mach.rates[:, DRAM], "image_s": element * inputs * c_in / mach.rates[:, DRAM], "window": window,
              "output_s": element * pixels * c_out / mach.rates[:, DRAM], "channels": c_in, "filters": c_out,
-             "pixels": pixels, "few_channels": (c_in < 16).astype(float)}
+             "per_group": per_in, "stride": stride, "pixels": pixels, "output_width": wo,
+             "few_channels": (c_in < 16).astype(float)}
     return Demand(total, d.busiest, d.tasks, d.waves, d.chain, more)
 
 

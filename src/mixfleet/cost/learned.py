@@ -15,6 +15,7 @@ from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
+from zipfile import BadZipFile
 
 import msgspec
 import numpy as np
@@ -25,7 +26,7 @@ from mixfleet.cost.demand import DRAM, PIPES, TENSOR, Array, Demand, Machine
 from mixfleet.errors import InputError
 from mixfleet.spec import Spec
 
-VERSION = 1
+VERSION = 2
 """Of the meaning of features and coefficients; a file of another version is refused."""
 FILE = "kernels.npz"
 FALLBACK_EFFICIENCY = 0.6
@@ -40,6 +41,9 @@ BLOCK_ROWS = 16384
 _TINY_S = 1e-12
 KEPT = 0.6
 """Of the cache, what the operands of the last repetition find; the rest is lost to conflicts and results."""
+ALIGNED = ("m", "n", "k", "cols", "c_in", "c_out")
+MOST_ALIGNED = 256
+"""Sizes whose power of two tells which vector loads and tiles a library may use, and the largest one that matters."""
 ON_CHIP = [i for i in range(len(PIPES)) if i != DRAM]
 
 
@@ -63,15 +67,65 @@ class Relatives(NamedTuple):
         return kin * float(np.exp(-2 * abs(self.log_power - other.log_power)))
 
 
+class Deviations(Spec, frozen=True, kw_only=True):
+    """What measurements of a device add to its factors: log(measured / predicted) as a Gaussian process over what
+    kernels ask for and what ran, known at some points. `calibrate.adapt` makes it."""
+
+    points: tuple[tuple[float, ...], ...]
+    """`coordinates` of the measured kernels."""
+    texts: tuple[tuple[str, ...], ...]
+    """Source, backend and type of each."""
+    weights: tuple[float, ...]
+    scale: float
+    """How much this device deviates, of `DEVIATIONS`."""
+
+    def at(self, points: Array, texts: Sequence[tuple[str, ...]], which: NDArray[np.intp]) -> Array:
+        """[rows]: expected log(measured / predicted) of kernels at `points` that are `texts[which]`."""
+        like = covariance(points, texts, which, np.array(self.points), self.texts, np.arange(len(self.texts)))
+        return np.asarray(self.scale**2 * (like @ np.array(self.weights)))
+
+
+DEVIATIONS = (0.2, 0.1, 0.1, 0.1, 0.1)
+"""Standard deviations between relatives: the whole device, a source, a backend and type, a kind of demand, a shape.
+Chosen with devices left out; few measurements and many are equally good within a factor of two of them."""
+
+
+def coordinates(x: Inputs) -> Array:
+    """[rows, 3 and more]: how far above the floor, tensor against DRAM time, waves, then the shape; a factor of e^2 is
+    one unit."""
+    column = {name: i for i, name in enumerate(x.names)}
+
+    def of(name: str) -> Array:
+        return x.features[:, column[name]].astype(float)
+
+    shape = [of(name) for name in x.names if name.startswith("shape.")]
+    return np.stack([of("bound/floor"), np.clip(of("total.tensor") - of("total.dram"), -6, 6), of("waves"), *shape],
+                    1) / 2
+
+
+def covariance(a: Array, a_texts: Sequence[tuple[str, ...]], a_which: NDArray[np.intp], b: Array,
+               b_texts: Sequence[tuple[str, ...]], b_which: NDArray[np.intp]) -> Array:
+    """[rows of a, rows of b] of the deviations at a scale of 1."""
+    def same(upto: int) -> Array:
+        equal = [[x[:upto] == y[:upto] for y in b_texts] for x in a_texts]
+        return np.array(equal, float).reshape(len(a_texts), -1)[np.ix_(a_which, b_which)]
+
+    squares = (a[:, None, :] - b[None, :, :]) ** 2
+    demand, shape = squares[..., :3].sum(2), squares[..., 3:].sum(2)
+    device, source, backend, kind, local = (s**2 for s in DEVIATIONS)
+    return np.asarray(device + source * same(1) + backend * same(3) + kind * np.exp(-demand / 2)
+                      + local * same(2) * np.exp(-(demand + shape) / 2))
+
+
 class Factors(Spec, frozen=True, kw_only=True):
-    """Effective factors of one device for one kind of kernel, and a last factor on its times (1 unless adapted)."""
+    """Effective factors of one device for one kind of kernel, and how its measurements deviate from them, if given."""
 
     chip: dict[str, float] = {}
     """Of the nominal rate, by the type that the tensor units run."""
     dram: float = 1.0
     floor_s: dict[str, float] = {}
     """By what ran and how it was timed: `source backend dtype`, or `source` alone."""
-    times: float = 1.0
+    deviations: Deviations | None = None
 
 
 class Group(Spec, frozen=True, kw_only=True):
@@ -85,11 +139,10 @@ class Group(Spec, frozen=True, kw_only=True):
     low: tuple[float, ...]
     high: tuple[float, ...]
     """Fitted range of log(bound) and of the logarithm of each shape column."""
-    edges: tuple[float, ...]
-    """Of log(bound / floor): the bins of the intervals."""
-    known: tuple[tuple[float, float], ...]
-    unknown: tuple[tuple[float, float], ...]
-    """Per bin the 10 % and 90 % quantile of log(measured / predicted), for devices in the data and others."""
+    known: tuple[float, float]
+    unknown: tuple[float, float]
+    """The 10 % and 90 % quantile of log(measured / predicted) in units of the expected size of the error, for devices
+    in the data and others."""
 
 
 class Forest(NamedTuple):
@@ -192,8 +245,8 @@ def features(d: Demand, m: Machine, floor_s: Array, shape: Mapping[str, Array]) 
     found |= {"waves": np.log(d.waves), "tail": np.ceil(each) / each, "sms": np.log(m.sms)}
     for name, values in shape.items():
         found[f"shape.{name}"] = np.log(np.maximum(values, 1))
-        if name in ("m", "n", "k"):
-            found |= {f"{name}%{q}": (values % q == 0).astype(float) for q in (64, 256)}
+        if name in ALIGNED:
+            found[f"align.{name}"] = np.log2(np.gcd(values.astype(np.int64), MOST_ALIGNED))
     return found, bound
 
 
@@ -202,7 +255,10 @@ class Layer(NamedTuple):
 
     groups: dict[str, Group]
     forests: dict[str, Forest]
+    """Of log(time / bound)."""
     relatives: dict[str, Relatives]
+    spreads: dict[str, Forest] = {}
+    """Of the logarithm of the expected size of the error."""
 
 
 def factors_of(group: Group, device: Device, relatives: Mapping[str, Relatives], *, known: bool = True) -> Factors:
@@ -254,20 +310,31 @@ def _load(path: Path | None) -> Layer:
     source = path or resources.files("mixfleet.catalog").joinpath(FILE)
     if not source.is_file():
         raise InputError("there are no such coefficients; `mixfleet calibrate fit` makes them", where=str(source))
-    with source.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+    with source.open("rb") as file, _arrays(file, str(source)) as arrays:
         version = int(arrays["version"]) if "version" in arrays else 0
         if version != VERSION:
             raise InputError(f"coefficients of version {version}, this code needs {VERSION}; make them anew with "
                              "`mixfleet calibrate fit`", where=str(source))
         head = msgspec.json.decode(arrays["head"].tobytes(), type=dict[str, Any])
         groups = {name: msgspec.convert(value, Group) for name, value in head["groups"].items()}
-        forests = {}
-        for name in groups:
-            ends = np.cumsum(arrays[f"{name}.sizes"])[:-1]
-            forests[name] = Forest(arrays[f"{name}.feature"], arrays[f"{name}.border"],
-                                   arrays[f"{name}.leaves"].astype(np.float32),
-                                   tuple(np.split(arrays[f"{name}.borders"], ends)), float(arrays[f"{name}.bias"]))
-        return Layer(groups, forests, {name: Relatives(*value) for name, value in head["relatives"].items()})
+        forests, spreads = ({name: _forest(arrays, f"{name}.{what}") for name in groups} for what in PARTS)
+        return Layer(groups, forests, {name: Relatives(*value) for name, value in head["relatives"].items()}, spreads)
+
+
+def _arrays(file: Any, where: str) -> Any:
+    try:
+        return np.load(file, allow_pickle=False)
+    except (ValueError, OSError, EOFError, BadZipFile) as error:
+        raise InputError(f"not a file of coefficients: {error}", where=where) from None
+
+
+PARTS = ("time", "spread")
+
+
+def _forest(arrays: Mapping[str, NDArray[Any]], name: str) -> Forest:
+    ends = np.cumsum(arrays[f"{name}.sizes"])[:-1]
+    return Forest(arrays[f"{name}.feature"], arrays[f"{name}.border"], arrays[f"{name}.leaves"].astype(np.float32),
+                  tuple(np.split(arrays[f"{name}.borders"], ends)), float(arrays[f"{name}.bias"]))
 
 
 def save(layer: Layer, path: Path) -> None:
@@ -275,19 +342,21 @@ def save(layer: Layer, path: Path) -> None:
     arrays: dict[str, Any] = {"version": np.int64(VERSION)}
     head = {"groups": msgspec.to_builtins(layer.groups), "relatives": {k: list(v) for k, v in layer.relatives.items()}}
     arrays["head"] = np.frombuffer(msgspec.json.encode(head, order="sorted"), np.uint8)
-    for name, f in layer.forests.items():
-        arrays |= {f"{name}.feature": f.feature, f"{name}.border": f.border, f"{name}.leaves": f.leaves,
-                   f"{name}.sizes": np.array([len(b) for b in f.borders], np.int64),
-                   f"{name}.borders": np.concatenate(f.borders), f"{name}.bias": np.float64(f.bias)}
+    for what, forests in zip(PARTS, (layer.forests, layer.spreads)):
+        for group, f in forests.items():
+            name = f"{group}.{what}"
+            arrays |= {f"{name}.feature": f.feature, f"{name}.border": f.border,
+                       f"{name}.leaves": f.leaves.astype(np.float16),
+                       f"{name}.sizes": np.array([len(b) for b in f.borders], np.int64),
+                       f"{name}.borders": np.concatenate(f.borders), f"{name}.bias": np.float64(f.bias)}
     with path.open("wb") as file:
         np.savez_compressed(file, **arrays)
 
 
-def intervals(group: Group, bound_over_floor: Array, known: NDArray[np.bool_]) -> tuple[Array, Array]:
-    """Factors on the predicted time between which 80 % of measurements lie."""
-    bins = np.searchsorted(np.array(group.edges), bound_over_floor)
-    table = np.exp(np.where(known[:, None], np.array(group.known)[bins], np.array(group.unknown)[bins]))
-    return table[:, 0], table[:, 1]
+def intervals(group: Group, size: Array, known: NDArray[np.bool_]) -> tuple[Array, Array]:
+    """Factors on the predicted time between which 80 % of measurements lie, from the expected `size` of log errors."""
+    table = np.where(known[:, None], group.known, group.unknown) * size[:, None]
+    return np.exp(table[:, 0]), np.exp(table[:, 1])
 
 
 def inside(group: Group, log_bound: Array, shape: Mapping[str, Array]) -> NDArray[np.bool_]:

@@ -218,30 +218,43 @@ def predict(kind: str, columns: Columns, device: Device | Mapping[str, Device], 
             at = members[start:start + BLOCK_ROWS]
             part = {k: v if isinstance(v, str) or np.ndim(v) == 0 else [v[i] for i in at] if isinstance(v, list)
                     else np.asarray(v)[at] for k, v in full.items()}
-            for column in ("source", "backend"):
-                if isinstance(part[column], str) and not part[column]:
-                    part[column] = group.default.split(" ", 1)[column == "backend"]
+            part = named(part, group)
             for values, answer in zip(out, _block(kind, name, group, part, devices, found, layer, emulate, len(at))):
                 values[at] = answer
     return out
 
 
+def named(columns: Columns, group: learned.Group) -> dict[str, Any]:
+    """The columns with the group's default library where they name none."""
+    default = dict(zip(("source", "backend"), group.default.split(" ", 1)))
+    return {**columns, **{c: v for c, v in default.items() if isinstance(columns[c], str) and not columns[c]}}
+
+
 def _block(kind: str, name: str, group: learned.Group, part: Columns, devices: Mapping[str, Device],
            factors: Mapping[str, Factors], layer: Layer, emulate: bool, rows: int) -> Times:
     x = inputs(kind, part, devices, factors, group.words, emulate=emulate)
-    correction = np.exp(layer.forests[name].predict(x.features))
-    gpu = [part["gpu"]] * rows if isinstance(part["gpu"], str) else part["gpu"]
-    scale = np.array([factors[g].times for g in gpu])
+    correction = layer.forests[name].predict(x.features)
+    gpu = np.array([part["gpu"]] * rows if isinstance(part["gpu"], str) else part["gpu"], dtype=object)
+    for device in sorted(set(gpu)):
+        deviations = factors[device].deviations
+        if deviations is not None:
+            texts, which = texts_of(part, TEXTS, rows)
+            at = np.flatnonzero(gpu == device)
+            correction[at] += deviations.at(learned.coordinates(x)[at], texts, which[at])
     known = np.array([g in group.factors for g in gpu])
     sizes = {s: np.broadcast_to(np.asarray(part[s], float), (len(x.bound_s),)) for s in KINDS[kind].size}
-    log_bound = np.log(x.bound_s)
-    ok = learned.inside(group, log_bound, sizes)
-    low, high = learned.intervals(group, log_bound - np.log(x.floor_s), known)
+    ok = learned.inside(group, np.log(x.bound_s), sizes)
+    spread = layer.spreads.get(name)
+    low, high = learned.intervals(group, np.zeros(rows) if spread is None else np.exp(spread.predict(x.features)),
+                                  known)
     far = x.floor_s + (x.bound_s - x.floor_s) / learned.FALLBACK_EFFICIENCY
-    time = np.where(ok, x.bound_s * correction, far) * scale
+    time = np.where(ok, x.bound_s * np.exp(correction), far)
     return Times(time, x.demand.ceiling_s(x.nominal), time * np.where(ok, low, learned.FALLBACK_RANGE[0]),
-                 time * np.where(ok, high, learned.FALLBACK_RANGE[1]), x.floor_s * scale,
-                 x.demand.binds(x.nominal), ok)
+                 time * np.where(ok, high, learned.FALLBACK_RANGE[1]), x.floor_s, x.demand.binds(x.nominal), ok)
+
+
+TEXTS = ("source", "backend", "dtype")
+"""What ran, as far as the deviations of a device depend on it."""
 
 
 def complete(kind: str, columns: Columns) -> dict[str, Any]:
@@ -253,11 +266,17 @@ def complete(kind: str, columns: Columns) -> dict[str, Any]:
             raise InputError(f"{kind} needs {name}; its sizes are {', '.join(what.shape)}")
         full[name] = columns.get(name, default)
     full |= {k: v for k, v in columns.items() if k in full or k == "gpu"}
-    for name in what.size:
-        values = np.ravel(np.asarray(full[name], float))
-        bad = np.flatnonzero(~(values > 0))
+    for name in what.shape:
+        try:
+            values = np.ravel(np.asarray(full[name], float))
+        except (TypeError, ValueError):
+            raise InputError(f"{kind}: {name} is {full[name]!r}; sizes are numbers") from None
+        bad = np.flatnonzero(~(np.isfinite(values) & ((values > 0) | (name not in what.size))))
         if bad.size:
             raise InputError(f"{kind}: {name} is {values[bad[0]]:g} in row {bad[0]}; sizes must be positive")
+    lengths = {name: np.size(v) for name, v in full.items() if not isinstance(v, str) and np.ndim(v)}
+    if len(set(lengths.values())) > 1:
+        raise InputError(f"{kind}: columns of unequal length: {', '.join(f'{k} {n}' for k, n in lengths.items())}")
     return full
 
 
