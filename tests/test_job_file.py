@@ -114,7 +114,7 @@ def test_a_person_may_write_ranges_in_a_plan(write):
     ("[100-107]", "[107-100]", r"f\.yaml:\d+: pipelines\[0\]\.stages\[1\]\.devices: the range '107-100' runs"),
     ("[100-107]", "[a-b]", r"f\.yaml:\d+: pipelines\[0\]\.stages\[1\]\.devices\[0\]: must be whole number, not text"),
     ("recompute: full", "recompte: full", r"pipelines\[0\]\.stages\[0\]\.recompte: unknown key .*'recompute'"),
-    ("schedule: gpipe", "schedule: gpip", r"f\.yaml:\d+: schedule: unknown schedule 'gpip'; did you mean 'gpipe'"),
+    ("schedule: gpipe", "schedule: gpip", r"f\.yaml:\d+: schedule: unknown schedule 'gpip'; did you mean .*'gpipe'"),
     ("    micro_batch: 3\n", "", r"f\.yaml:\d+: pipelines\[1\]: 'micro_batch' is missing"),
 ])
 def test_what_is_wrong_in_a_plan_is_named_with_its_place(tmp_path, write, old, new, says):

@@ -99,7 +99,8 @@ class ModulesSource:
 
     def __init__(self, job: Job, blocks: list[nn.Module], loss: Loss, inputs: Tensor, targets: Tensor,
                  shapes: list[tuple[int, ...]]) -> None:
-        self.job, self.blocks, self.inputs, self.targets, self.shapes = job, blocks, inputs, targets, shapes
+        self.job, self.blocks, self.shapes = job, blocks, shapes
+        self.inputs, self.targets = inputs.detach(), targets.detach()
         self.loss: Loss | None = loss
 
     def modules(self, stage: Stage, group: TensorGroup, device: torch.device, *, fused: bool) -> list[nn.Module]:

@@ -113,7 +113,7 @@ def capture(blocks: list[nn.Module], sample: Tensor, dtype: torch.dtype, name: s
                 saved[storage._cdata] = storage.nbytes()
             return t
 
-        entry = x.requires_grad_(x.is_floating_point())
+        entry = x.detach().requires_grad_(x.is_floating_point())
         with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
             out: Tensor = trial(entry)
         flops = float(counter.get_total_flops())
