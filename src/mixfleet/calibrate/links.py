@@ -18,7 +18,7 @@ from mixfleet.cluster import Device, Link
 
 _SMALL, _LARGE = 4, 8 * 2**20
 _ROUNDS = 24
-_CPU_SIZES, _CPU_ROUNDS = (4, 2**20), (32, 4)
+_CPU_SIZES, _CPU_ROUNDS = (4, 2**20), (32, 12)
 """Bytes per message and rounds of `messages`."""
 _MOST_PARTNERS, _MEETINGS, _MEETING_BYTES = 3, 12, 2**18
 """Of `meetings`: partners per rank, times that each is met, and bytes per message: as many as training sends, since
@@ -74,10 +74,12 @@ def messages() -> dict[str, float]:
             swap = _swap(nbytes, [p for p in range(peers + 1) if p != dist.get_rank()])
             thread.submit(swap).result()
             dist.barrier()
-            start = process_time()
+            taken = []
             for _ in range(rounds):
+                start = process_time()
                 thread.submit(swap).result()
-            found.append((process_time() - start) / rounds / (2 * peers))
+                taken.append(process_time() - start)
+            found.append(min(taken) / (2 * peers))  # others hold polling for a whole turn, where ranks share a core
             dist.barrier()
     total, term = torch.ones(2**20), torch.ones(2**20)
     start = process_time()
