@@ -177,7 +177,8 @@ def _sleepers(units: list[float]) -> list[Any]:
 
 
 def beside_simulator(process: int, world: int) -> dict[str, dict[str, float]]:
-    """Schedule -> predicted and measured seconds per step, for every named schedule and the searched order."""
+    """Schedule -> predicted and measured seconds per step, for the searched order and every named one of a pipeline
+    that drains."""
     import torch
     import torch.distributed as dist
 
@@ -190,7 +191,8 @@ def beside_simulator(process: int, world: int) -> dict[str, dict[str, float]]:
     from mixfleet.sim import predict
 
     found: dict[str, dict[str, float]] = {}
-    for name in [*(name for name, schedule in SCHEDULES.items() if schedule.ways == 1), "searched"]:
+    named = [name for name, schedule in SCHEDULES.items() if schedule.ways == 1 and not schedule.weights]
+    for name in [*named, "searched"]:
         # Two blocks per stage; where the chain passes a stage twice, one in each chunk.
         plan = _plan("1f1b" if name == "searched" else name, 2 * world, world)
         units = [0.0] * (2 * world)
