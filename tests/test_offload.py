@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -191,13 +189,6 @@ RUNS: dict[str, Case] = {
         away(plan(pipe((0, 2, 5), (0,), (1,), samples=4, micro_batch=1),
                   pipe((0, 2, 5), (1,), (0,), samples=2, micro_batch=1), schedule="chimera"), *BOTH), job(**_TIED)),
 }
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    pool = Pool()
-    yield pool
-    pool.close()
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import signal
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +31,6 @@ from run_pool import CLUSTER, Case, MaskedSource, Pool, job, pipe, plan
 ADAM = Optimizer(lr=3e-2, weight_decay=0.1)
 SGD = Optimizer(name="sgd", lr=0.3, momentum=0.8, weight_decay=0.02)
 PLAIN = Optimizer(name="sgd", lr=0.5, weight_decay=0.0)
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    made = Pool()
-    yield made
-    made.close()
 
 
 def by_hand(schedule: str, stages: int, size: int, k: int, mb: int) -> tuple[int, int, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,13 +15,6 @@ from run_pool import CLUSTER, Case, Outcome, Pool, Reference, chunked, expected_
 
 TOLERANCE = 1e-9
 torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    pool = Pool()
-    yield pool
-    pool.close()
 
 
 _TIED, _QWEN = {"tied": True}, {"tied": True, "bias": True, "kv_heads": 2, "activation": "swiglu"}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
@@ -15,13 +13,6 @@ from test_run_equality import check_equality
 
 _OPTIMIZERS = (Optimizer(lr=3e-2, weight_decay=0.1), Optimizer(name="sgd", lr=0.3, momentum=0.9))
 _RECOMPUTE = ("none", "selective", "full")
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    pool = Pool()
-    yield pool
-    pool.close()
 
 
 @st.composite

@@ -1,7 +1,6 @@
 """Law 5: a prediction counts the bytes that the runtime sends, and the state that it holds, exactly."""
 
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
 
@@ -34,13 +33,6 @@ CASES = {
         pipe((0, 2, 5), (0, 1), (2, 3), samples=6, micro_batch=4, tensor=(2, 2), recompute="full")),
     "zero-2 of three": plan(pipe((0, 5), (0, 1, 2), samples=2, micro_batch=1, replicas=3), sharding=(1, 3, 3)),
 }
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    pool = Pool()
-    yield pool
-    pool.close()
 
 
 @pytest.mark.parametrize("name", CASES)

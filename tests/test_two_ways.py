@@ -3,7 +3,6 @@ on real processes against one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import product
 
 import pytest
@@ -208,13 +207,6 @@ RUNS: dict[str, Case] = {
         facing((0, 1, 2, 4, 5), (0,), (1,), (2,), (3,), samples=(8, 2), micro_batch=(2, 1), schedule="dualpipe"),
         job(10, **_TIED)),
 }
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    pool = Pool()
-    yield pool
-    pool.close()
 
 
 @pytest.mark.parametrize("name", RUNS)
