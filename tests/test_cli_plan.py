@@ -69,6 +69,19 @@ def test_the_cheapest_plan_is_no_dearer_than_the_fastest(capsys, tmp_path):
     assert first[0]["step_s"] <= first[1]["step_s"]
 
 
+def test_only_some_schedules(capsys, tmp_path):
+    job, cluster = files(tmp_path)
+    code, text, _ = run(capsys, "plan", job, cluster, "--json", "--schedule", "gpipe, zb-h1")
+    assert code == 0
+    found = [plan["plan"] for plan in json.loads(text)["plans"]]
+    deep = {plan.get("schedule", "1f1b") for plan in found if any(len(p["stages"]) > 1 for p in plan["pipelines"])}
+    assert deep
+    assert deep <= {"gpipe", "zb-h1"}
+    code, _, err = run(capsys, "plan", job, cluster, "--schedule", "gpip")
+    assert code == 2
+    assert "'gpipe'" in err
+
+
 def test_nothing_fits(capsys, tmp_path):
     job, cluster = files(tmp_path, job=re.sub(r"model: .*", "model: llama-3-70b", JOB))
     output = tmp_path / "plan.yaml"

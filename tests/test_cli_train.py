@@ -71,6 +71,24 @@ def test_a_plan_for_several_machines(capsys, folder):
     assert all("torchrun" in c["command"] and "--nproc-per-node=1" in c["command"] for c in commands)
 
 
+def test_another_schedule_for_a_run(capsys, folder):
+    (folder / "plan.yaml").write_text(PLAN[:PLAN.index("pipelines")] + """pipelines:
+- {samples: 6, micro_batch: 2, stages: [{blocks: [0, 2], devices: [0]}, {blocks: [2, 4], devices: [1]}]}
+""")
+    (folder / "cluster.yaml").write_text(TWO_NODES)
+    code, out, _ = run(capsys, "train", folder / "plan.yaml", "--schedule", "zb-v", "--commands")
+    assert code == 0
+    assert out.count("--schedule zb-v") == 2
+    code, _, err = run(capsys, "train", folder / "plan.yaml", "--schedule", "zbv")
+    assert code == 2
+    assert "unknown schedule 'zbv'; did you mean " in err
+    assert "'zb-v'" in err
+    code, _, err = run(capsys, "train", folder / "plan.yaml", "--schedule", "interleaved")
+    assert code == 2
+    assert "cannot go under the schedule interleaved: " in err
+    assert "wants micro-batches in groups of 2" in err
+
+
 def test_impossible_plans_are_refused_before_any_process_starts(capsys, folder):
     (folder / "plan.yaml").write_text(PLAN.replace("samples: 4", "samples: 3"))
     code, _, err = run(capsys, "train", folder / "plan.yaml")

@@ -231,6 +231,37 @@ def test_the_schedule_is_part_of_the_plan_and_why_says_what_it_gains():
     assert best.plan.schedule in best.summary
 
 
+@pytest.mark.parametrize("names", [("zb-h1",), ("wave", "gpipe"), ("pipedream",)])
+def test_only_the_schedules_that_were_asked_for(names):
+    """Slow links leave pipelines. What is found is possible, in full enumerations as by templates, and no better than
+    without the restriction."""
+    big = (job(layers=18, batch=4, hidden=1024, seq_len=1024, clip_norm=0.0),
+           cluster([FAST], [FAST], [FAST], [FAST], nic=2e9), None)
+    small = job(layers=2, batch=3, clip_norm=0.0), cluster([FAST], [SLOW], nic=1e8), Limits(recompute=("none",))
+    for work, where, limits in (big, small):
+        result = find(work, where, limits=limits, names=names, top=3)
+        deep = [plan for plan in result.plans if len(plan.plan.pipelines[0].stages) > 1]
+        assert {plan.plan.schedule for plan in deep} <= {*names}
+        assert deep or where is not big[1]
+        assert result.exact == (where is small[1])
+        if names != ("pipedream",):  # which never drains
+            free = find(work, where, limits=limits)
+            assert result.best.prediction.step_s >= free.best.prediction.step_s * (1 - 1e-12)
+    with pytest.raises(InputError, match=r"unknown schedule 'zb-h11'; did you mean .*'zb-h1'"):
+        find(work, where, names=("zb-h11",))
+
+
+def test_bounds_of_asynchronous_plans_are_below_what_is_simulated():
+    work, where = job(layers=6, batch=6, clip_norm=0.0), cluster([FAST], [SLOW], [FAST], nic=1e9)
+    stages = tuple(Stage(blocks=(a, b), devices=(i,)) for i, (a, b) in enumerate([(0, 3), (3, 4), (4, 8)]))
+    for micro_batch in (1, 2, 4):
+        flat = Plan(pipelines=(Pipeline(stages=stages, samples=6, micro_batch=micro_batch),))
+        for name in ("async-1f1b", "pipedream", "pipedream-2bw", "pipeoptim", "xpipe"):
+            plan = laid(flat, name)
+            step_s = predict(plan, work, where, sent=False).step_s
+            assert 0 < compute_bound_s(Tables(work, where), plan) <= bound_s(Tables(work, where), plan) <= step_s
+
+
 def test_neighbours_of_a_plan_of_several_chunks_keep_its_schedule():
     stages = tuple(Stage(blocks=(4 * i, 4 * i + 4), devices=(i,)) for i in range(2))
     flat = Plan(pipelines=(Pipeline(stages=stages, samples=4, micro_batch=1),))

@@ -25,6 +25,10 @@ job_option = click.option("--job", type=EXISTING, help="Job file, instead of the
 cluster_option = click.option("--cluster", type=EXISTING, help="Cluster file, instead of the one that the plan names.")
 
 
+def split_names(text: str | None) -> list[str]:
+    """Names separated by commas."""
+    return [name.strip() for name in text.split(",")] if text else []
+
 
 def emit(*views: View) -> None:
     from mixfleet.report import terminal

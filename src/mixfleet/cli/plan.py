@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mixfleet.cli._common import EXISTING, WRITABLE, emit, emit_json, html_option, json_option, progress
+from mixfleet.cli._common import EXISTING, WRITABLE, emit, emit_json, html_option, json_option, progress, split_names
 
 if TYPE_CHECKING:
     from mixfleet.plan import Plan
@@ -23,12 +23,13 @@ if TYPE_CHECKING:
 @click.option("--max-seconds", type=click.FloatRange(0, min_open=True), default=120.0, show_default=True,
               help="Stop searching after this long; what remains is then stated.")
 @click.option("--objective", type=click.Choice(["time", "cost"]), help="Instead of the job's own.")
+@click.option("--schedule", "names", help="Only these schedules for pipelines of several stages: names with commas.")
 @click.option("--schedule-search", is_flag=True,
               help="Also try the best pipelines in two directions, in a V, and with orders of their own.")
 @html_option
 @json_option
 def plan(job: Path, cluster: Path, output: Path | None, top: int, max_seconds: float, objective: Objective | None,
-         schedule_search: bool, html: Path | None, as_json: bool) -> int:
+         names: str | None, schedule_search: bool, html: Path | None, as_json: bool) -> int:
     """Find the best plan for JOB on CLUSTER and say why. Exits with 1, and the nearest miss, if nothing fits."""
     from mixfleet.cluster import Cluster
     from mixfleet.job import Job
@@ -39,7 +40,7 @@ def plan(job: Path, cluster: Path, output: Path | None, top: int, max_seconds: f
     this_job, this_cluster = Job.load(job), Cluster.load(cluster)
     progress(f"planning {this_job.name} on {this_cluster.name} ({len(this_cluster.devices)} devices) ...")
     result = find(this_job, this_cluster, top=top, max_seconds=max_seconds, objective=objective, progress=progress,
-                  schedule_search=schedule_search)
+                  schedule_search=schedule_search, names=split_names(names))
     best = result.best
     if best and output:
         _named(best.plan, job, cluster, output).save(output, header=best.summary)

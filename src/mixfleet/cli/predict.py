@@ -18,6 +18,7 @@ from mixfleet.cli._common import (
     json_option,
     load_plan,
     progress,
+    split_names,
 )
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def predict(plan: Path, job: Path | None, cluster: Path | None, trace: Path | No
 
     what, this_job, this_cluster, _ = load_plan(plan, job, cluster)
     if names:
-        return _compare(names.split(","), what, this_job, this_cluster, as_json)
+        return _compare(split_names(names), what, this_job, this_cluster, as_json)
     result = run(what, this_job, this_cluster, trace=bool(trace or html))
     if trace and result.trace:
         chrome.write_trace(result.trace, trace)
@@ -68,7 +69,7 @@ def _compare(names: list[str], plan: Plan, job: Job, cluster: Cluster, as_json: 
     from mixfleet.report import schedules as report
     from mixfleet.search.variants import compare
 
-    found = compare(plan, [name.strip() for name in names], job, cluster)
+    found = compare(plan, names, job, cluster)
     if as_json:
         emit_json({name: {"why_not": one} if isinstance(one, str) else {"plan": one[0], "prediction": one[1]}
                    for name, one in found.items()})

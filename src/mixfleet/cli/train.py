@@ -47,6 +47,7 @@ class Seats(NamedTuple):
 @click.argument("plan", type=EXISTING)
 @job_option
 @cluster_option
+@click.option("--schedule", help="Run the plan under another schedule: a name, or searched.")
 @click.option("--steps", type=click.IntRange(1), help="Step at which to end, instead of the job's.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder of checkpoints, metrics, traces.")
 @click.option("--resume", type=EXISTING, help="A checkpoint, or a folder of them; any plan may have written it.")
@@ -66,10 +67,10 @@ class Seats(NamedTuple):
 @click.option("--commands", is_flag=True, help="Print the command to start on each machine, and stop.")
 @json_option
 @click.pass_obj
-def train(seats: Seats | None, plan: Path, job: Path | None, cluster: Path | None, steps: int | None,
-          out: Path | None, resume: Path | None, init_from: Path | None, checkpoint_every: int, async_save: bool,
-          trace: bool, trace_steps: int, balance_every: int, on_nan: OnNan, patience: float | None, local: bool,
-          commands: bool, as_json: bool) -> None:
+def train(seats: Seats | None, plan: Path, job: Path | None, cluster: Path | None, schedule: str | None,
+          steps: int | None, out: Path | None, resume: Path | None, init_from: Path | None, checkpoint_every: int,
+          async_save: bool, trace: bool, trace_steps: int, balance_every: int, on_nan: OnNan, patience: float | None,
+          local: bool, commands: bool, as_json: bool) -> None:
     """Train by PLAN: starts local processes, or runs as one of the processes of torchrun."""
     from mixfleet.report import chrome, results
     from mixfleet.run import train as run
@@ -77,8 +78,12 @@ def train(seats: Seats | None, plan: Path, job: Path | None, cluster: Path | Non
     from mixfleet.sim import predict
 
     loaded = load_plan(plan, job, cluster)
+    if schedule:
+        from mixfleet.search.variants import rescheduled
+
+        loaded = loaded._replace(plan=rescheduled(loaded.plan, schedule, loaded.job, loaded.cluster))
     if commands:
-        return _show_commands(loaded, plan, as_json)
+        return _show_commands(loaded, [str(plan), *(["--schedule", schedule] if schedule else [])], as_json)
     if trace and not out:
         raise InputError("--trace needs a folder for the traces; give it with --out")
     first = os.environ.get("RANK", "0") == "0"
@@ -127,10 +132,10 @@ def _summary(result: TrainResult, prediction: Prediction, step_s: float | None) 
             "step_s": step_s, "predicted_step_s": prediction.step_s, "checkpoint": result.checkpoint}
 
 
-def _show_commands(loaded: Loaded, plan: Path, as_json: bool) -> None:
+def _show_commands(loaded: Loaded, arguments: list[str], as_json: bool) -> None:
     from mixfleet.run import torchrun_commands
 
-    found = torchrun_commands(loaded.plan, loaded.cluster, [str(plan)])
+    found = torchrun_commands(loaded.plan, loaded.cluster, arguments)
     if as_json:
         emit_json([{"node": node, "command": command} for node, command in found])
         return

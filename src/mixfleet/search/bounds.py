@@ -59,6 +59,8 @@ class Flow:
         many of them take a whole round trip.
         """
         stages, worst = len(self.forward_s), 0.0
+        if schedule in SCHEDULES and SCHEDULES[schedule].weights:  # never fills or drains
+            return max(micro_batches * (f + b) for f, b in zip(self.forward_s, self.backward_s))
         for i, (a, f, b, z) in enumerate(zip(self.fill_s, self.forward_s, self.backward_s, self.drain_s)):
             worst = max(worst, a + micro_batches * (f + b) + z)
             if schedule == "1f1b" and micro_batches >= 1:
@@ -147,6 +149,7 @@ def compute_bound_s(tables: Tables, plan: Plan) -> float:
     worst = 0.0
     for pipeline in plan.pipelines:
         whole, rest = divmod(pipeline.samples, pipeline.micro_batch)
+        rest = rest if plan.synchronous or not whole else 0
         flow = pipeline_flow(tables, pipeline, pipeline.micro_batch, plan.schedule)
         if whole:
             worst = max(worst, flow.step_s(whole, plan.schedule))
@@ -161,6 +164,8 @@ def compute_bound_s(tables: Tables, plan: Plan) -> float:
 def bound_s(tables: Tables, plan: Plan) -> float:
     """Bound from computing, then from the streams of state: one transfer after another, and ports that they share."""
     worst = compute_bound_s(tables, plan)
+    if not plan.synchronous:  # gradients and optimizer steps of one update pass while another one computes
+        return worst
     layout = Layout(plan, tables.job.model)
     starts = {pipe: k for k, (pipe, _) in reversed(list(enumerate(plan.replicas)))}
     tails: list[float] = []

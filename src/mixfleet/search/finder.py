@@ -7,7 +7,7 @@ then improve the best plans step by step. Limits count candidates, not seconds, 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush
 from itertools import islice
 from math import inf
@@ -27,7 +27,7 @@ from mixfleet.search.reschedule import reschedule
 from mixfleet.search.result import Objective, SearchResult
 from mixfleet.search.space import Limits, Shape, classes_of, enumerate_all, shapes, used
 from mixfleet.search.tables import Tables
-from mixfleet.search.variants import is_deep, schedules, under
+from mixfleet.search.variants import PLANNED, is_deep, known, only, schedules, under
 from mixfleet.sim import Prediction, predict
 from mixfleet.sim.prediction import few_collections
 from mixfleet.units import show_seconds
@@ -54,7 +54,7 @@ class Search:
     """One search: what was looked at, what was found, what was rejected and why."""
 
     def __init__(self, job: Job, cluster: Cluster, objective: Objective, max_seconds: float,
-                 progress: Progress | None) -> None:
+                 progress: Progress | None, names: tuple[ScheduleName, ...] = ()) -> None:
         self.job, self.cluster, self.objective = job, cluster, objective
         self.tables = Tables(job, cluster)
         self.candidates = Candidates(self.tables)
@@ -65,6 +65,8 @@ class Search:
         self.rejected = self.candidates.rejected
         self.considered = self.simulated = 0
         self.complete = True
+        self.names = names
+        """Schedules that pipelines of several stages may have; any that the search knows if none."""
         self.remaining = inf
         self._until = monotonic() + max_seconds
         self._progress = progress
@@ -76,7 +78,7 @@ class Search:
 
     def part(self) -> Search:
         """A fresh search of the same job on the same cluster, for a part of the space."""
-        return Search(self.job, self.cluster, self.objective, max(0.0, self._until - monotonic()), None)
+        return Search(self.job, self.cluster, self.objective, max(0.0, self._until - monotonic()), None, self.names)
 
     # --- judging -------------------------------------------------------------------------------------------------
 
@@ -151,7 +153,14 @@ class Search:
                 self.remaining = min(self.remaining, bound)
                 break
             for plan in self.candidates.plans(shape):
-                self._push(heap, plan)
+                reason = ""
+                for other in only(plan, self.names, self.job, self.cluster):
+                    if isinstance(other, Plan):  # the others are tried for the best: `schedule`
+                        self._push(heap, other)
+                        break
+                    reason = reason or other
+                else:
+                    self.rejected.add("impossible under the schedules asked for", example=reason)
         self._drain(heap, simulations, top, RELATIVES)
 
     def _push(self, heap: list[Entry], plan: Plan) -> None:
@@ -214,7 +223,7 @@ class Search:
         deep = [plan for _, _, plan in self.distinct() if is_deep(plan)]
         for plan in deep[:IMPROVED]:
             options = []
-            for i, other in enumerate(schedules(plan)):
+            for i, other in enumerate(schedules(plan, self.names)):
                 if other not in self.found and other not in self.misses and not why_not(other, self.job, self.cluster):
                     self.considered += 1
                     options.append((self.score(bound_s(self.tables, other), other.ranks), i, other))
@@ -232,7 +241,7 @@ class Search:
             for _ in range(ROUNDS):
                 now = self.score(self.found[plan].step_s, plan.ranks)
                 options = []
-                for i, other in enumerate(neighbours(plan, self.job, self.cluster.node_of)):
+                for i, other in enumerate(neighbours(plan, self.job, self.cluster.node_of, self.names)):
                     if other in self.found or other in self.misses or why_not(other, self.job, self.cluster):
                         continue
                     self.considered += 1
@@ -270,7 +279,7 @@ class Search:
         """Tries the best plans with several stages in two directions, in a V, and with orders of their own."""
         deep = [plan for _, _, plan in self.distinct() if any(len(p.stages) > 1 for p in plan.pipelines)]
         for plan in deep[:IMPROVED]:
-            for name in TURNED:
+            for name in self.names or TURNED:
                 other = under(plan, name, self.job, self.cluster)
                 if isinstance(other, Plan) and not self.late():
                     self.judge(other)
@@ -298,16 +307,27 @@ class Search:
 
 def find(job: Job, cluster: Cluster, *, top: int = 5, max_seconds: float = 120.0, objective: Objective | None = None,
          progress: Progress | None = None, limits: Limits | None = None,
-         schedule_search: bool = False) -> SearchResult:
+         schedule_search: bool = False, names: Sequence[str] = ()) -> SearchResult:
     """The best plans for a job on a cluster, and why.
 
     `objective` is the job's unless given. `max_seconds` is a safety limit only: a search that it ends says so
     (`complete`). `schedule_search` tries orders of their own (`custom`) and those of `TURNED` for the best
-    pipelines. Raises InputError for an objective that the cluster does not allow. Nothing that fits is an answer.
+    pipelines. `names` are the only schedules that pipelines of several stages may then have, besides such orders.
+    Raises InputError for an objective that the cluster does not allow, and for unknown names. Nothing that fits is an
+    answer.
     """
+    allowed: tuple[ScheduleName, ...] = tuple(sorted(known(names), key=_usual))  # type: ignore[arg-type]
+    limits = limits or Limits()
+    if allowed:
+        limits = limits.replace(schedules=allowed)
     with few_collections():
-        return _found(Search(job, cluster, objective or job.objective, max_seconds, progress), top, limits or Limits(),
+        return _found(Search(job, cluster, objective or job.objective, max_seconds, progress, allowed), top, limits,
                       schedule_search)
+
+
+def _usual(name: str) -> int:
+    """Schedules that need least of a plan come first."""
+    return PLANNED.index(name) if name in PLANNED else len(PLANNED)
 
 
 def _found(search: Search, top: int, limits: Limits, schedule_search: bool) -> SearchResult:

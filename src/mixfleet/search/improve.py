@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from math import gcd
 
 from mixfleet.job import Job
-from mixfleet.plan import Pipeline, Plan, Stage
+from mixfleet.plan import Pipeline, Plan, ScheduleName, Stage
 from mixfleet.search.tables import MODES
 from mixfleet.search.variants import laid, schedules
 from mixfleet.sim import Prediction
@@ -14,18 +14,18 @@ from mixfleet.sim import Prediction
 Change = Callable[[Pipeline], Pipeline | None]
 
 
-def neighbours(plan: Plan, job: Job, node_of: Sequence[int] = ()) -> Iterator[Plan]:
+def neighbours(plan: Plan, job: Job, node_of: Sequence[int] = (), names: Sequence[ScheduleName] = ()) -> Iterator[Plan]:
     """Plans that differ in one setting. Pipelines with equal stages (parts of one team) change together.
 
     `node_of` tells the node of each rank: gathers over several nodes may then go in stages. Stages of several chunks
-    change as if they had one each, and are cut for their schedule again.
+    change as if they had one each, and are cut for their schedule again. `names` are the schedules allowed, if not any.
     """
     flat = laid(plan, "1f1b") if any(s.more for p in plan.pipelines for s in p.stages) else plan
     for other in _moves(flat, node_of) if isinstance(flat, Plan) else ():
         again = other if flat is plan else laid(other, plan.schedule, len(plan.pipelines[0].stages[0].chunks))
         if isinstance(again, Plan):
             yield again
-    yield from schedules(plan)
+    yield from schedules(plan, names)
 
 
 def _moves(plan: Plan, node_of: Sequence[int]) -> Iterator[Plan]:

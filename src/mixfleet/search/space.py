@@ -204,7 +204,7 @@ class Limits(Spec, frozen=True, kw_only=True):
     """A space of more plans is not enumerated."""
     recompute: tuple[Recompute, ...] = MODES
     schedules: tuple[ScheduleName, ...] = PLANNED
-    """The first one is that of plans to which it does not matter."""
+    """The first one is that of plans to which it does not matter. One stage alone is under 1F1B."""
     tensor: bool = True
     idle: bool = True
     """Also plans that leave devices idle."""
@@ -290,8 +290,12 @@ def _filled(pipelines: Sequence[Sequence[Group]], job: Job, cluster: Cluster, li
                                 for m in micro_batch_sizes(share, fine=True)]
             choices.append(options)
         for chosen in product(*choices):
-            for schedule in limits.schedules if is_deep(Plan(pipelines=chosen)) else limits.schedules[:1]:
-                cut = laid(Plan(pipelines=chosen), schedule)
+            flat = Plan(pipelines=chosen)
+            names = limits.schedules if is_deep(flat) else limits.schedules[:1]
+            if all(len(pipeline.stages) == 1 for pipeline in chosen):
+                names = PLANNED[:1]
+            for schedule in names:
+                cut = laid(flat, schedule)
                 simple = schedule in ("1f1b", "gpipe")
                 if isinstance(cut, str):
                     continue

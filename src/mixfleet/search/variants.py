@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from mixfleet.cluster import Cluster
-from mixfleet.errors import unknown
+from mixfleet.errors import InputError, unknown
 from mixfleet.job import Job
 from mixfleet.plan import Pipeline, Plan, ScheduleName, why_not
 from mixfleet.schedule.named import SCHEDULES, straight
@@ -54,17 +54,46 @@ def under(plan: Plan, name: ScheduleName, job: Job, cluster: Cluster) -> Plan | 
     return other if isinstance(other, str) else why_not(other, job, cluster) or other
 
 
+def known(names: Iterable[str], *more: str) -> tuple[str, ...]:
+    """The names, once each, if all are of schedules or in `more`. Raises InputError with the nearest ones."""
+    for name in names:
+        if name not in SCHEDULES and name not in more:
+            raise unknown("schedule", name, [*more, *SCHEDULES])
+    return tuple(dict.fromkeys(names))
+
+
+def rescheduled(plan: Plan, name: str, job: Job, cluster: Cluster) -> Plan:
+    """The plan under a schedule, or with a searched order. Raises InputError if that is impossible."""
+    (name,) = known([name], SEARCHED)
+    if name == SEARCHED:
+        return reschedule(plan, job, cluster)
+    other = under(plan, name, job, cluster)  # type: ignore[arg-type]
+    if isinstance(other, str):
+        raise InputError(f"the plan cannot go under the schedule {name}: {other}")
+    return other
+
+
+def only(plan: Plan, names: Sequence[ScheduleName], job: Job, cluster: Cluster) -> Iterator[Plan | str]:
+    """The plan under each of the schedules, or why not; as it is if it has no stages to order, or there are no names.
+    """
+    if not names or all(len(p.stages) == 1 for p in plan.pipelines):
+        yield plan
+    else:
+        yield from (under(plan, name, job, cluster) for name in names)
+
+
 def is_deep(plan: Plan) -> bool:
     """Whether some pipeline has stages that wait for each other, so that the schedule matters."""
     return any(len(p.stages) > 1 and len(p.micro_batches) > 1 for p in plan.pipelines)
 
 
-def schedules(plan: Plan) -> Iterator[Plan]:
-    """The plan under every other schedule that suits its pipelines, and with one more or one less chunk per stage."""
+def schedules(plan: Plan, names: Sequence[ScheduleName] = ()) -> Iterator[Plan]:
+    """The plan under every other schedule that suits its pipelines, of `names` if given, and with one more or one less
+    chunk per stage."""
     if not is_deep(plan) or plan.accumulation != "plain":
         return
     rounds = len(plan.pipelines[0].stages[0].chunks)
-    ways = [(name, 0) for name in PLANNED if name != plan.schedule]
+    ways = [(name, 0) for name in names or PLANNED if name != plan.schedule]
     if plan.schedule in SCHEDULES and SCHEDULES[plan.schedule].most_rounds > 2:
         ways += [(plan.schedule, n) for n in range(rounds - 2, rounds + 3) if n != rounds and n > 1]
     for name, count in ways:
@@ -111,16 +140,15 @@ def _cut(pipe: Pipeline, home: tuple[int, ...], rounds: int) -> Pipeline:
 
 def compare(plan: Plan, names: list[str], job: Job, cluster: Cluster) -> dict[str, tuple[Plan, Prediction] | str]:
     """Predictions under each schedule (`all` stands for every one), or why it does not suit. InputError for names."""
-    wanted = list(dict.fromkeys(n for name in names for n in ([*SCHEDULES, SEARCHED] if name == "all" else [name])))
+    wanted = dict.fromkeys(n for name in known(names, "all", SEARCHED)
+                           for n in ([*SCHEDULES, SEARCHED] if name == "all" else [name]))
     found: dict[str, tuple[Plan, Prediction] | str] = {}
     for name in wanted:
         if name == SEARCHED:
             other: Plan | str = reschedule(plan, job, cluster)
             if other == plan:
                 other = "saves nothing against the plan as it is"
-        elif name in SCHEDULES:
-            other = under(plan, name, job, cluster)  # type: ignore[arg-type]
         else:
-            raise unknown("schedule", name, ["all", *SCHEDULES, SEARCHED])
+            other = under(plan, name, job, cluster)  # type: ignore[arg-type]
         found[name] = other if isinstance(other, str) else (other, predict(other, job, cluster, sent=False))
     return found
