@@ -7,6 +7,7 @@ import multiprocessing.connection
 import pickle
 import tempfile
 from collections import Counter
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -39,12 +40,13 @@ def job(global_batch: int = 6, **changes: Any) -> Job:
 
 def pipe(cuts: tuple[int, ...], *devices: tuple[int, ...], samples: int, micro_batch: int, tensor: tuple[int, ...] = (),
          replicas: int = 1, recompute: str | tuple[str, ...] = "none", context: int = 1,
-         shares: tuple[int, ...] = ()) -> Pipeline:
-    """A pipeline cut at `cuts`, first and last block included."""
-    degrees = tensor or (1,) * len(devices)
+         shares: tuple[int, ...] = (), members: tuple[tuple[int, ...], ...] = (), dispatch: str = "split") -> Pipeline:
+    """A pipeline cut at `cuts`, first and last block included; `members` are the shares of each stage's replicas."""
+    degrees, members = tensor or (1,) * len(devices), members or ((),) * len(devices)
     return Pipeline(samples=samples, micro_batch=micro_batch, replicas=replicas, context=context,
                     context_shares=shares, stages=tuple(
-        Stage(blocks=(cuts[i], cuts[i + 1]), devices=d, tensor=degrees[i], recompute=recompute)  # type: ignore[arg-type]
+        Stage(blocks=(cuts[i], cuts[i + 1]), devices=d, tensor=degrees[i], recompute=recompute,  # type: ignore[arg-type]
+              shares=members[i], dispatch=dispatch if members[i] else "split")  # type: ignore[arg-type]
         for i, d in enumerate(devices)))
 
 
@@ -210,8 +212,9 @@ def expected_bytes(case: Case) -> dict[tuple[str, int, int], int]:
     span = case.plan.span
     for role in (whole.view(k) for whole in lower(case.plan, case.job.model, layout).roles
                  for k in range(len(whole.seats))):
-        for copy in range(case.plan.pipelines[role.pipeline].copies):
-            for post in case.plan.posts(role.pipeline, role.stage, copy):
+        pipeline = case.plan.pipelines[role.pipeline]
+        for copy, member in product(range(pipeline.copies), range(pipeline.stages[role.stage].members)):
+            for post in case.plan.posts(role.pipeline, role.stage, copy, member):
                 for a in role.actions:
                     if a.op in ("G", "P", "R", "Y"):
                         size = (numbers.compute if a.op in "GP" else numbers.gradient).itemsize

@@ -144,6 +144,8 @@ CASES = {
     "pipeoptim, momentum": Case(three("pipeoptim", 2), job(2, optimizer=SGD), 6),
     "pipeoptim, plain sgd, two replicas": Case(three("pipeoptim", 1, replicas=2), job(2, optimizer=PLAIN), 6),
     "xpipe": Case(three("xpipe", 2), job(2), 6),
+    "pipedream, a first stage of two": Case(plan(pipe((0, 2, 5), (0, 1), (2,), samples=6, micro_batch=3, members=(
+        (2, 1), ())), schedule="pipedream"), job(6), 5, masked=True),
     "full recompute": Case(three("pipedream", 1, recompute="full"), job(1), 6),
 }
 

@@ -18,7 +18,7 @@ from mixfleet.files import FORMAT_KEY, VERSIONS, Document, Keys, decode, read_sp
 from mixfleet.job import Job
 from mixfleet.schedule.asynchronous import Weights, enough, stream
 from mixfleet.schedule.greedy import Orders, Step, parse_steps, stuck
-from mixfleet.schedule.named import SCHEDULES
+from mixfleet.schedule.named import SCHEDULES, one_f_one_b
 from mixfleet.spec import Spec
 
 Recompute = Literal["none", "selective", "full"]
@@ -38,6 +38,13 @@ Offload = Literal["weights", "optimizer"]
 loaded for the update."""
 
 
+Dispatch = Literal["split", "round-robin"]
+"""What the replicas of one stage take: a part of every micro-batch (DAPPLE's split and concat), or whole micro-batches
+in turn (PipeDream)."""
+Slices = tuple[tuple[int, int], ...]
+"""Per replica of a stage, its samples [lo, hi) of a micro-batch."""
+
+
 class Chunk(NamedTuple):
     """Blocks `lo` to `hi - 1` on a stage: one link of a pipeline's chain."""
 
@@ -51,7 +58,7 @@ class Stage(Spec, frozen=True, kw_only=True):
 
     `devices` lists ranks of the cluster, `tensor` per copy of the pipeline's weights (a replica, or under context
     parallelism each part of one): with 2 replicas and tensor degree 4 the first four belong to replica 0, the next
-    four to replica 1.
+    four to replica 1. A stage with `shares` is replicated by itself: each copy of it is so many tensor groups.
     """
 
     blocks: tuple[int, int]
@@ -60,6 +67,11 @@ class Stage(Spec, frozen=True, kw_only=True):
     """Further ranges, for schedules that pass a device several times (interleaved, wave)."""
     devices: tuple[int, ...]
     tensor: int = 1
+    shares: tuple[int, ...] = ()
+    """Replicas of this stage inside one pipeline, by what each takes of the micro-batches: `[2, 1]` are two, the first
+    takes two thirds. Empty: one."""
+    dispatch: Dispatch = "split"
+    """How they share: every micro-batch is split, or whole micro-batches go round."""
     recompute: Recompute | tuple[Recompute, ...] = "none"
     """One mode for all its blocks, or one for each, ascending; in the list of a file `full*3` stands for three."""
     offload: tuple[Offload, ...] = ()
@@ -110,9 +122,40 @@ class Stage(Spec, frozen=True, kw_only=True):
     def holds(self, block: int) -> bool:
         return any(lo <= block < hi for lo, hi in self.chunks)
 
-    def ranks(self, copy: int) -> tuple[int, ...]:
-        """The tensor-parallel group of one copy, in order."""
-        return self.devices[copy * self.tensor:(copy + 1) * self.tensor]
+    @property
+    def members(self) -> int:
+        """Replicas of this stage in one copy of the pipeline."""
+        return len(self.shares) or 1
+
+    def ranks(self, copy: int, member: int = 0) -> tuple[int, ...]:
+        """The tensor-parallel group of one copy, or of one replica of the stage in it, in order."""
+        at = copy * self.members + member
+        return self.devices[at * self.tensor:(at + 1) * self.tensor]
+
+    @property
+    def shares_text(self) -> str:
+        """How its replicas share, for people: `2:1` or `2:1 in turn`; "" if it has only one."""
+        if self.members == 1:
+            return ""
+        return ":".join(map(str, self.shares)) + (" in turn" if self.dispatch == "round-robin" else "")
+
+    def deal(self, micro_batch: int, size: int) -> Slices:
+        """What each of its replicas takes of a micro-batch of `size` samples."""
+        if self.dispatch == "split":
+            whole = sum(self.shares)
+            return tuple(pairwise(size * end // whole for end in accumulate(self.shares, initial=0)))
+        mine = self.turns[micro_batch % sum(self.shares)]
+        return tuple((0, size if j == mine else 0) for j in range(self.members))
+
+    @property
+    def turns(self) -> tuple[int, ...]:
+        """Under round-robin, whose turn it is: each so often as its share, as evenly spread as can be."""
+        whole, ahead, found = sum(self.shares), [0] * self.members, []
+        for _ in range(whole):
+            ahead = [a + share for a, share in zip(ahead, self.shares)]
+            found.append(max(range(self.members), key=lambda j: (ahead[j], -j)))
+            ahead[found[-1]] -= whole
+        return tuple(found)
 
 
 class Pipeline(Spec, frozen=True, kw_only=True, dict=True):
@@ -165,11 +208,43 @@ class Pipeline(Spec, frozen=True, kw_only=True, dict=True):
         whole, rest = divmod(self.samples, self.micro_batch)
         return (self.micro_batch,) * whole + ((rest,) if rest else ())
 
+    @property
+    def replicated(self) -> bool:
+        """Whether some stage has replicas of its own."""
+        return any(stage.members > 1 for stage in self.stages)
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether those of some stage take micro-batches in turn."""
+        return any(stage.members > 1 and stage.dispatch == "round-robin" for stage in self.stages)
+
+    @cached_property
+    def slices(self) -> tuple[tuple[Slices, ...], ...]:
+        """Per stage and micro-batch, what each replica of the stage takes."""
+        return tuple(tuple(stage.deal(m, size) if stage.shares else ((0, size),)
+                           for m, size in enumerate(self.micro_batches)) for stage in self.stages)
+
+    def sizes(self, stage: int, member: int = 0) -> tuple[int, ...]:
+        """Sequences of each micro-batch that one replica of a stage takes."""
+        if self.stages[stage].members == 1:
+            return self.micro_batches
+        return tuple(hi - lo for lo, hi in (parts[member] for parts in self.slices[stage]))
+
+    def meetings(self, a: int, b: int, micro_batch: int) -> tuple[tuple[int, int, int, int], ...]:
+        """Between the replicas of stages `a` and `b`: (one of a, one of b, from, to), samples of the micro-batch that
+        both take."""
+        return tuple((i, j, lo, hi) for i, (p, q) in enumerate(self.slices[a][micro_batch])
+                     for j, (r, s) in enumerate(self.slices[b][micro_batch])
+                     for lo, hi in ((max(p, r), min(q, s)),) if lo < hi)
+
     def orders(self, schedule: ScheduleName, updates: int = 0) -> Orders:
         """The steps of every stage; chunks are numbered along the chain. An asynchronous schedule spans `updates`, 0
         for as many as show how it repeats itself."""
         if schedule == "custom":
             return tuple(parse_steps(stage.order) for stage in self.stages)
+        if schedule == "1f1b" and self.in_turn:
+            return one_f_one_b(tuple(c.stage for c in self.chain), len(self.micro_batches), tuple(
+                s.members if s.dispatch == "round-robin" else 1 for s in self.stages))
         home, count = tuple(c.stage for c in self.chain), len(self.micro_batches)
         weights = SCHEDULES[schedule].weights
         return stream(home, count, updates, weights) if weights and updates else SCHEDULES[schedule].orders(home, count)
@@ -262,10 +337,10 @@ class Plan(Spec, frozen=True, kw_only=True, dict=True):
         """What tells the posts of a rank apart: see `posts`."""
         return self.ranks[-1] + 1
 
-    def posts(self, pipeline: int, stage: int, replica: int) -> tuple[int, ...]:
+    def posts(self, pipeline: int, stage: int, replica: int, member: int = 0) -> tuple[int, ...]:
         """The tensor-parallel group of one replica of a stage. A rank has a post in each pipeline in which it stands,
         rank + span * place of the pipeline in its crew; so posts are ranks where no devices are shared."""
-        ranks = self.pipelines[pipeline].stages[stage].ranks(replica)
+        ranks = self.pipelines[pipeline].stages[stage].ranks(replica, member)
         seat = next(crew.index(pipeline) for crew in self.crews if pipeline in crew) if self.shared else 0
         return tuple(rank + seat * self.span for rank in ranks) if seat else ranks
 
@@ -396,6 +471,8 @@ def _reasons(plan: Plan, job: Job, cluster: Cluster) -> Iterator[str]:
             yield from _wrong_stage(stage, pipeline.copies, job, cluster, used[min(crew.index(p), ways - 1)],
                                     f"pipelines[{p}].stages[{s}]")
             yield from _wrong_offload(stage, plan, cluster, f"pipelines[{p}].stages[{s}]")
+        if any(stage.shares for stage in pipeline.stages):
+            yield from _wrong_replication(plan, p)
     if plan.shared:
         yield from _wrong_sharing(plan)
     if plan.global_batch != job.global_batch:
@@ -461,13 +538,46 @@ def _wrong_context(pipeline: Pipeline, job: Job, where: str) -> Iterator[str]:
         yield f"{where}.context_shares leaves a part of the sequence without a position; take less unequal shares"
 
 
+def _wrong_replication(plan: Plan, p: int) -> Iterator[str]:
+    """What does not go with stages that have replicas of their own."""
+    pipeline, where = plan.pipelines[p], f"pipelines[{p}]"
+    for s, stage in enumerate(pipeline.stages):
+        if stage.shares and min(stage.shares) < 1:
+            yield f"{where}.stages[{s}].shares has {min(stage.shares)}; a share is at least 1"
+            return
+        idle = next((j for j in range(stage.members) if not sum(pipeline.sizes(s, j))), None)
+        if idle is not None and stage.dispatch == "split":
+            least = next(m for m in range(1, sum(stage.shares) + 1) if all(lo < hi for lo, hi in stage.deal(0, m)))
+            yield (f"{where}.stages[{s}].shares leaves replica {idle} of the stage without a sample: micro-batches "
+                   f"have {pipeline.micro_batch}, and {':'.join(map(str, stage.shares))} needs {least}. Take a larger "
+                   "micro_batch, other shares, or `dispatch: round-robin`")
+        elif idle is not None:
+            yield (f"{where}.stages[{s}].shares leaves replica {idle} of the stage without a micro-batch: there are "
+                   f"{len(pipeline.micro_batches)}, and a turn of {':'.join(map(str, stage.shares))} takes "
+                   f"{sum(stage.shares)}. Take a smaller micro_batch, or other shares")
+    if not pipeline.replicated:
+        return
+    if pipeline.context > 1:
+        yield (f"{where}.context is {pipeline.context}, which cannot go with stages that have replicas of their own; "
+               "take 1")
+    if plan.shared:
+        yield f"{where} shares devices with another pipeline, so its stages cannot have replicas of their own"
+    if plan.sharding.hierarchical:
+        yield (f"sharding.hierarchical is {plan.sharding.hierarchical}, which cannot go with stages that have replicas "
+               "of their own; take 0")
+    if pipeline.in_turn and plan.schedule not in ("gpipe", "1f1b", "custom"):
+        yield (f"{where}: round-robin needs an order that keeps all replicas of a stage busy, which gpipe, 1f1b and "
+               f"orders of their own do; the schedule is {plan.schedule}. Take one of them, or `dispatch: split`")
+
+
 def _wrong_stage(stage: Stage, copies: int, job: Job, cluster: Cluster, used: dict[int, str],
                  where: str) -> Iterator[str]:
     if stage.tensor < 1:
         yield f"{where}.tensor is {stage.tensor}; it must be at least 1"
-    elif len(stage.devices) != copies * stage.tensor:
-        yield (f"{where}.devices lists {len(stage.devices)} devices; {copies} replicas of tensor degree "
-               f"{stage.tensor} need {copies * stage.tensor} (parts of a sequence count as replicas)")
+    elif len(stage.devices) != copies * stage.members * stage.tensor:
+        held = f"{copies}" if stage.members == 1 else f"{copies} times {stage.members}"
+        yield (f"{where}.devices lists {len(stage.devices)} devices; {held} replicas of tensor degree "
+               f"{stage.tensor} need {copies * stage.members * stage.tensor} (parts of a sequence count as replicas)")
     if not isinstance(stage.recompute, str) and len(stage.recompute) != stage.size:
         yield (f"{where}.recompute lists {len(stage.recompute)} modes; the stage holds {stage.size} blocks "
                f"({stage.text}), one mode for each")
@@ -694,6 +804,10 @@ def _unlike(together: list[Pipeline], kind: str, schedule: ScheduleName, *, laye
         if (kind == "weights" or schedule not in ("gpipe", "1f1b")) and first.chain != other.chain:
             yield (f"sharding.{kind} puts pipelines with different stages into one group; under {schedule} they "
                    "exchange the same blocks at the same time, so their block ranges must be equal")
+        widths = [[stage.members for stage in pipeline.stages] for pipeline in (first, other)]
+        if kind == "weights" and widths[0] != widths[1]:
+            yield (f"sharding.weights puts pipelines into one group whose stages have {widths[0]} and {widths[1]} "
+                   "replicas of their own; they gather from their like, so the numbers must be equal")
 
 
 def groups(replicas: int, degree: int) -> tuple[range, ...]:

@@ -263,13 +263,13 @@ class Ports:
         return found[0].placed(nbytes, found[1]) if found else NO_LOADS
 
     def message(self, a: tuple[int, ...], b: tuple[int, ...], shards: Iterable[tuple[int, int, float]],
-                nbytes: float = 1.0) -> Loads:
+                nbytes: float = 1.0, kind: tuple[object, ...] = ()) -> Loads:
         """Messages of these parts of `nbytes`, as (from, to, part), that tensor group `a` sends to `b` at once.
 
-        `shards` must follow from the places of the ranks in their groups: it is asked once for all pairs of equal
-        pattern."""
+        `shards` must follow from `kind` and the places of the ranks in their groups: it is asked once for all pairs of
+        equal pattern."""
         pattern, first = self.pattern((*a, *b))
-        key = ("message", len(a), pattern)
+        key = ("message", len(a), pattern, *kind)
         if key not in self.known:
             load, latency_s, turn_s = _Load(self.cluster), 0.0, 0.0
             for x, y, part in shards:

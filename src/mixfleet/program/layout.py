@@ -67,6 +67,8 @@ class Place(NamedTuple):
     """Number among all data-parallel replicas (`Plan.replicas`)."""
     stage: int
     tensor_index: int
+    member: int = 0
+    """Number among the stage's own replicas (`Stage.shares`)."""
 
 
 class Move(NamedTuple):
@@ -175,10 +177,10 @@ class Layout:
     @cached_property
     def places(self) -> dict[int, Place]:
         """Where each post of the plan is."""
-        return {post: Place(p, k, s, j)
+        return {post: Place(p, k, s, j, member)
                 for k, (p, r) in enumerate(self._replicas)
-                for s in range(len(self.plan.pipelines[p].stages))
-                for j, post in enumerate(self.plan.posts(p, s, r))}
+                for s, stage in enumerate(self.plan.pipelines[p].stages) for member in range(stage.members)
+                for j, post in enumerate(self.plan.posts(p, s, r, member))}
 
     def posts_of(self, rank: int) -> tuple[int, ...]:
         """All posts of a rank."""
@@ -229,7 +231,8 @@ class Layout:
     @property
     def irregular(self) -> bool:
         """Whether state moves otherwise than in equal pieces and in one stage: `comms` then only resembles it."""
-        return bool(self._shares or self.plan.sharding.hierarchical or self.plan.shared)
+        return bool(self._shares or self.plan.sharding.hierarchical or self.plan.shared
+                    or any(pipeline.replicated for pipeline in self.plan.pipelines))
 
     def share(self, replica: int) -> tuple[tuple[int, int], ...]:
         """The part of each kind of state that a replica holds, as fractions, where the parts are unequal."""
@@ -260,8 +263,9 @@ class Layout:
                 ranks: list[int] = []
                 for s in stages[p]:
                     stage = self.plan.pipelines[p].stages[s]
-                    mine = self.plan.posts(p, s, r)
-                    ranks += mine if slice_ is None else [mine[slice_[degrees.index(stage.tensor)]]]
+                    for member in range(stage.members):
+                        mine = self.plan.posts(p, s, r, member)
+                        ranks += mine if slice_ is None else [mine[slice_[degrees.index(stage.tensor)]]]
                 holders.append(tuple(ranks))
             columns.append(Column(tuple(holders), tuple(parts), sum(b - a for a, b in parts)))
         return tuple(columns)

@@ -206,6 +206,7 @@ def plan(this: Plan, on: Cluster | None = None) -> View:
         for s, stage in enumerate(pipe.stages):
             known = on is not None and max(stage.devices, default=0) < len(on.devices)
             what = counted(on.devices[d].name for d in stage.devices) if on and known else str(len(stage.devices))
+            what += f", {stage.shares_text}" if stage.shares_text else ""
             rows.append(["" if s else name, str(s), stage.text,
                          ranges(stage.devices), what, str(stage.tensor),
                          f"{pipe.micro_batch} x {len(pipe.micro_batches)}", str(pipe.samples),

@@ -238,7 +238,7 @@ class Groups:
         """The group of each rank that shares its sequences: those of equal tensor index in the parts."""
         for pipeline in plan.pipelines:
             for stage in pipeline.stages:
-                groups = [stage.ranks(r) for r in range(pipeline.copies)]
+                groups = [stage.ranks(r, member) for r in range(pipeline.copies) for member in range(stage.members)]
                 for ranks in groups if stage.tensor > 1 else ():
                     self.tensor.update(dict.fromkeys(ranks, self._make(ranks)))
                 for first in range(0, pipeline.copies, pipeline.context) if pipeline.context > 1 else ():

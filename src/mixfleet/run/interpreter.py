@@ -94,16 +94,29 @@ class StepResult(NamedTuple):
     """When it ended on this rank, where it is known only later."""
 
 
+class _Leg(NamedTuple):
+    """A part of a message between stages: with which rank, samples [first, last) and positions [lo, hi) of what this
+    rank has."""
+
+    rank: int
+    first: int
+    last: int
+    lo: int
+    hi: int
+
+
 class _Arrival(NamedTuple):
-    """A message between stages under way: the parts it comes in, along the sequence."""
+    """A message between stages under way: the parts it comes in, along the sequence, of one batch of samples behind
+    another."""
 
     works: list[Task]
-    parts: list[Tensor]
+    parts: list[list[Tensor]]
 
     def wait(self) -> Tensor:
         for work in self.works:
             work.wait()
-        return self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts, 1)
+        rows = [parts[0] if len(parts) == 1 else torch.cat(parts, 1) for parts in self.parts]
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
 def after_step(op: str, units: dict[int, Unit], layout: Layout, fabric: Fabric) -> Copies | Sums:
@@ -148,7 +161,9 @@ class Interpreter:
         """fp16: steps since the last overflow or growth of the loss scale."""
         self._units_of = {b: [self.units[u] for u in layout.units_of_block[b]] for b in held}
         self._weight_storages = {u.compute.data.untyped_storage()._cdata for u in self.units.values()}
-        self._routes = {a.peer: self._route(a.peer) for a in role.actions if a.peer >= 0}
+        self._sizes = self.pipeline.sizes(role.stage, place.member)
+        """Samples of each micro-batch that are here."""
+        self._routes: dict[tuple[int, int], list[_Leg]] = {}
         self._do: dict[str, Callable[[Action], None]] = {
             F: self._forward, B: self._backward, I: self._backward, W: self._weights, SEND_ACT: self._send,
             RECV_ACT: self._receive, SEND_GRAD: self._send, RECV_GRAD: self._receive, GATHER: self._move,
@@ -201,19 +216,26 @@ class Interpreter:
                 exchange = after_step(op, {me: unit}, layout, self.fabric)
             self._exchanges[op, index] = exchange
 
-    def _route(self, peer: int) -> list[tuple[int, int, int]]:
-        """How this rank's shard of the sequence meets those of another stage: (rank, from, to), counted in the shard.
+    def _route(self, peer: int, mb: int) -> list[_Leg]:
+        """How this rank's samples of a micro-batch, and its shard of the sequence, meet those of another stage.
 
-        Stages of unequal tensor degree cut the sequence differently; each overlap is one message.
+        Stages of unequal tensor degree cut the sequence differently, and those with replicas of their own the samples;
+        each overlap is one message.
         """
-        other = self.pipeline.stages[peer]
-        ranks = self.layout.plan.posts(self.role.pipeline, peer, self.layout.plan.replicas[self.place.replica][1])
-        shape = self.shape(self.stage.held[0], 1)
-        length = self.pipeline.tokens(shape[1], self.layout.plan.replicas[self.place.replica][1]) if len(
-            shape) > 2 else 1
-        start = length * self.place.tensor_index // self.stage.tensor
-        return [(ranks[j], lo - start, hi - start)
+        mb %= len(self._sizes)
+        if (peer, mb) not in self._routes:
+            other, copy = self.pipeline.stages[peer], self.layout.plan.replicas[self.place.replica][1]
+            shape = self.shape(self.stage.held[0], 1)
+            length = self.pipeline.tokens(shape[1], copy) if len(shape) > 2 else 1
+            start = length * self.place.tensor_index // self.stage.tensor
+            before = self.pipeline.slices[self.role.stage][mb][self.place.member][0]
+            self._routes[peer, mb] = [
+                _Leg(self.layout.plan.posts(self.role.pipeline, peer, copy, member)[j], first - before, last - before,
+                     lo - start, hi - start)
+                for mine, member, first, last in self.pipeline.meetings(self.role.stage, peer, mb)
+                if mine == self.place.member
                 for j, lo, hi in overlaps(length, self.stage.tensor, self.place.tensor_index, other.tensor)]
+        return self._routes[peer, mb]
 
     # --- a step ----------------------------------------------------------------------------------------------------
 
@@ -252,6 +274,7 @@ class Interpreter:
     def follow(self, role: Role, pipeline: Pipeline) -> None:
         """Go on by another role of the same place: other micro-batches, but the same state."""
         self.role, self.pipeline = role, pipeline
+        self._sizes, self._routes = pipeline.sizes(role.stage, self.place.member), {}
         self._halved = {(b, a.mb) for a in role.actions if a.op == I for b in range(a.lo, a.hi)}
 
     def locate(self, batches: Sequence[MicroBatch]) -> tuple[int, int, int, int] | None:
@@ -286,7 +309,13 @@ class Interpreter:
         if self.stage.offload and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # what was written back is read by the host
 
+    def _absent(self, mb: int) -> bool:
+        """Whether other replicas of the stage have all samples of a micro-batch."""
+        return not self._sizes[mb % len(self._sizes)]
+
     def _forward(self, action: Action) -> None:
+        if self._absent(action.mb):
+            return
         x = self._input(action)
         for b in range(action.lo, action.hi):
             for unit in self._units_of[b]:
@@ -354,6 +383,8 @@ class Interpreter:
             for unit in self._units_of[b]:
                 unit.compute.wait()
                 self._clear(unit)
+            if self._absent(mb):
+                continue
             grad = (torch.tensor(self._loss_gradient(mb), dtype=torch.float64, device=self.device)
                     if b == len(blocks) - 1 else self._take("g", b + 1, mb))
             leaf, out, held = self._saved.pop((b, mb))
@@ -386,6 +417,8 @@ class Interpreter:
 
     def _weights(self, action: Action) -> None:
         """The half of a backward that was put off."""
+        if self._absent(action.mb):
+            return
         for b in reversed(range(action.lo, action.hi)):
             later, held = self._later.pop((b, action.mb))
             for unit in self._units_of[b]:
@@ -414,30 +447,35 @@ class Interpreter:
         return _FIRST_MESSAGE_TAG + kind * len(self.layout.plan.pipelines) + self.role.pipeline
 
     def _send(self, action: Action) -> None:
+        if self._absent(action.mb):
+            return
         act = action.op == SEND_ACT
         value = self._values.pop(("x", action.hi, action.mb) if act else ("g", action.lo, action.mb))
         assert isinstance(value, Tensor)
-        route = self._routes[action.peer]
-        parts = [value] if len(route) == 1 else [value[:, lo:hi] for _, lo, hi in route]
-        works = [self.fabric.send(part.contiguous(), rank, action.op, self._message_tag(action))
-                 for part, (rank, _, _) in zip(parts, route)]
+        route = self._route(action.peer, action.mb)
+        parts = [value] if len(route) == 1 else [
+            value[leg.first:leg.last] if value.dim() < 3 else value[leg.first:leg.last, leg.lo:leg.hi] for leg in route]
+        works = [self.fabric.send(part.contiguous(), leg.rank, action.op, self._message_tag(action))
+                 for part, leg in zip(parts, route)]
         if self.recorder.on:
             works = [self.fabric.run("p2p", iter((works,)), str(action), "send")]
         self._sending += works
 
     def _receive(self, action: Action) -> None:
+        if self._absent(action.mb):
+            return
         act = action.op == RECV_ACT
         block = action.lo if act else action.hi
         channel, tag = SEND_ACT if act else SEND_GRAD, self._message_tag(action)
-        sizes = self.pipeline.micro_batches
-        samples, *rest = self.shape(block, sizes[action.mb % len(sizes)])
-        route = self._routes[action.peer]
-        parts = []
-        for _, lo, hi in route:
+        _, *rest = self.shape(block, 1)
+        works: list[Task] = []
+        rows: dict[int, list[Tensor]] = {}
+        for rank, first, last, lo, hi in self._route(action.peer, action.mb):
             cut = [hi - lo, *rest[1:]] if len(rest) > 1 else rest
-            parts.append(torch.empty(samples, *cut, dtype=self.dtype, device=self.device))
-        works = [self.fabric.receive(part, rank, channel, tag) for part, (rank, _, _) in zip(parts, route)]
-        self._values["x" if act else "g", block, action.mb] = _Arrival(works, parts)
+            part = torch.empty(last - first, *cut, dtype=self.dtype, device=self.device)
+            rows.setdefault(first, []).append(part)
+            works.append(self.fabric.receive(part, rank, channel, tag))
+        self._values["x" if act else "g", block, action.mb] = _Arrival(works, list(rows.values()))
 
     # --- state -----------------------------------------------------------------------------------------------------
 

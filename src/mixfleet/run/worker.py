@@ -73,7 +73,7 @@ class Rank:
         stages = [plan.pipelines[place.pipeline].stages[place.stage] for place in self.places]
         pipeline, copy = plan.pipelines[first.pipeline], plan.replicas[first.replica][1]
         groups = self.fabric.groups
-        peers = [r for r in stages[0].ranks(copy) if r != self.rank]
+        peers = [r for r in stages[0].ranks(copy, first.member) if r != self.rank]
         tensor = TensorGroup(groups.tensor[self.rank], on_comm=self._counts("T", peers)) if peers else TensorGroup()
         if pipeline.context > 1:
             start = copy - copy % pipeline.context
@@ -188,8 +188,10 @@ class Rank:
             inputs, targets = self.source.batch(step, at, at + sum(sizes))
             if self._context:
                 inputs, targets = self._context.own(inputs, 1), self._context.own(targets, 1)
-            found += [(x.to(self.device) if seat.is_first else None, y.to(self.device) if seat.is_last else None)
-                      for x, y in zip(torch.split(inputs, sizes), torch.split(targets, sizes), strict=True)]
+            mine = (parts[place.member] for parts in pipeline.slices[place.stage])
+            found += [(x[lo:hi].to(self.device) if seat.is_first else None,
+                       y[lo:hi].to(self.device) if seat.is_last else None) for x, y, (lo, hi) in zip(
+                           torch.split(inputs, sizes), torch.split(targets, sizes), mine, strict=True)]
         return found
 
     def advance(self, until: int, stop: Callable[[], bool]) -> Iterator[StepResult]:

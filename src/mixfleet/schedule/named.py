@@ -7,7 +7,7 @@ communication, recompute, sharding and the optimizer (`lower`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import product
 from typing import NamedTuple
@@ -41,11 +41,20 @@ def gpipe(home: Homes, micro_batches: int) -> Orders:
     return tuple((*((F, k, m) for m in ms), *((B, k, m) for m in ms)) for k in home)
 
 
-def one_f_one_b(home: Homes, micro_batches: int) -> Orders:
-    """Warm up, alternate, drain (PipeDream-Flush, DAPPLE's early backward). Stage i holds min(p - i, m)."""
+def one_f_one_b(home: Homes, micro_batches: int, turns: Sequence[int] = ()) -> Orders:
+    """Warm up, alternate, drain (PipeDream-Flush, DAPPLE's early backward). Stage i holds min(p - i, m).
+
+    `turns[i]` replicas of stage i take micro-batches in turn: each then holds as many as it takes to keep all workers
+    from there on busy, ceil(sum(turns[i:]) / turns[i]) (PipeDream's NOAM).
+    """
+    ahead = [len(home) - k - 1 for k in home]
+    if turns:
+        ahead = [n * -(-sum(turns[k:]) // n) - 1 for k, n in enumerate(turns)]
+        for k in reversed(range(len(home) - 1)):
+            ahead[k] = max(ahead[k], ahead[k + 1] + 1)
     orders = []
     for k in home:
-        warm = min(len(home) - k - 1, micro_batches)
+        warm = min(ahead[k], micro_batches)
         steps: list[Step] = [(F, k, m) for m in range(warm)]
         for m in range(micro_batches):
             steps += [(F, k, m + warm)] if m + warm < micro_batches else []

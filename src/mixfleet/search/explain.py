@@ -60,6 +60,9 @@ def summary(search: Search, plan: Plan) -> str:
         turn, before = 0, ""
         for s in pipeline.stages:
             what = f"{_names(search, s.ranks(0))}{f' tp{s.tensor}' if s.tensor > 1 else ''}"
+            if s.members > 1:
+                mine = _names(search, s.devices[:s.members * s.tensor])
+                what = f"{s.members} x {mine}{what[len(_names(search, s.ranks(0))):]} by {s.shares_text}"
             what += "" if s.recompute == "none" else f" {s.recompute_text} recompute"
             what += f" {' and '.join(s.offload)} in host memory" if s.offload else ""
             turn, before = turn + (what != before), what

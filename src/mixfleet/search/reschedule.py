@@ -22,9 +22,10 @@ def reschedule(plan: Plan, job: Job, cluster: Cluster, *, played: int = PLAYED) 
     """The plan with the schedule `custom` and orders of its own, or the plan itself if that saves nothing worth it.
 
     A plan that does not fit may become one that does. Pipelines of one stage have nothing to order; those that share
-    devices keep their order.
+    devices, and those with replicas of stages that go in turn, keep their order.
     """
-    if plan.shared or all(len(p.stages) == 1 for p in plan.pipelines) or why_not(plan, job, cluster):
+    if plan.shared or any(p.in_turn for p in plan.pipelines) or all(
+            len(p.stages) == 1 for p in plan.pipelines) or why_not(plan, job, cluster):
         return plan
     now = predict(plan, job, cluster, sent=False)
     best = now.step_s * (1 - WORTH) if now.fits else float("inf"), plan

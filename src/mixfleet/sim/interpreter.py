@@ -130,7 +130,10 @@ class _Player:
 
     def __init__(self, program: Program, plan: Plan, job: Job, cluster: Cluster, layout: Layout, fold: bool) -> None:
         self._layout, self._devices = layout, cluster.devices
-        self._sizes = [pipeline.micro_batches * max(program.updates, 1) for pipeline in plan.pipelines]
+        self._whole = [pipeline.micro_batches * max(program.updates, 1) for pipeline in plan.pipelines]
+        self._parts = {(p, s, m): pipeline.sizes(s, m) * max(program.updates, 1)
+                       for p, pipeline in enumerate(plan.pipelines) for s, stage in enumerate(pipeline.stages)
+                       for m in range(stage.members)}
         self._roles = {(role.pipeline, role.stage): role for role in program.roles}
         self._traffic = Traffic(plan, job, cluster, layout)
         self._pricing = Pricing(plan, job, cluster, layout, self._traffic)
@@ -190,8 +193,13 @@ class _Player:
         """The tasks of an action, one after another; `turn` counts the actions of its kind on its unit."""
         op, traffic = action.op, self._traffic
         entity = traffic.entities[e]
-        sizes = self._sizes[entity.pipeline]
         if op in _SENDER:
+            sizes, pattern = self._whole[entity.pipeline], traffic.pattern[entity.pipeline]
+            if pattern:
+                part: Kind = (_SENDER[op], entity.pipeline, boundary(action), pattern[action.mb % len(pattern)])
+                if (e, part) not in traffic.at:  # no sample of it is here
+                    return (), [self._graph.add()]
+                return (), [self._transfer(traffic.at[e, part], (action.mb,))]
             kind: Kind = (_SENDER[op], entity.pipeline, boundary(action))
             return (), [self._transfer(traffic.at[e, kind], (action.mb,), sizes[action.mb], sizes[0])]
         if op in (GATHER, REDUCE, SYNC, PUBLISH):
@@ -203,7 +211,8 @@ class _Player:
             if (NORM,) not in self._shared:
                 self._shared[NORM,] = self._graph.add(self._pricing.norm_ns)
             return (), [self._shared[NORM,]]
-        parts = self._pricing.parts(e, action, sizes[action.mb] if action.mb >= 0 else 0)
+        mine = self._parts[entity.pipeline, entity.stage, entity.member]
+        parts = self._pricing.parts(e, action, mine[action.mb] if action.mb >= 0 else 0)
         ns = sum(part.ns for part in parts)
         return parts, [self._graph.add(*self._flows.computing(e, ns)) if stream_of(action)[0] == "compute"
                        else self._graph.add(ns)]
@@ -334,7 +343,9 @@ class Pricing:
             entity = self._entities[e]
             self._kind_of[e] = self._kinds.setdefault(
                 (entity.pipeline, entity.stage, tuple([self._device[r] for r in entity.ranks]), self._group(e),
-                 self._layout.share(entity.replica), self._shared_sequence(e)), len(self._kinds))
+                 self._layout.share(entity.replica), self._shared_sequence(e),
+                 self._plan.pipelines[entity.pipeline].sizes(entity.stage, entity.member)
+                 if self._stage(e).members > 1 else ()), len(self._kinds))
         return self._kind_of[e]
 
     def _parts_of(self, e: int) -> list[int]:
@@ -423,8 +434,10 @@ class Pricing:
         return own.latency_s + own.turn_s + max(passing.values(), default=0.0)
 
     def parts(self, e: int, action: Action, micro_batch: int) -> tuple[Part, ...]:
-        """What a compute action is made of, in order."""
+        """What a compute action is made of, in order; `micro_batch` are the samples that the entity has of it."""
         if action.op in (F, B, I, W):
+            if not micro_batch:
+                return ()
             key: tuple[object, ...] = (self.kind(e), action.op, action.lo, action.hi, micro_batch)
         elif action.op == STEP or action.op in HOST:
             key = (e, action.op, self._alike[action.lo])

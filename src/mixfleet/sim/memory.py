@@ -256,7 +256,7 @@ class _Walk:
     def events(self) -> list[Event]:
         """All changes; those of moments are what a fresh run makes in its first step."""
         row = self._row
-        one = self._pipe.micro_batches
+        one = self._pipe.sizes(self._entity.stage, self._entity.member)
         sizes = one * (1 + max((a.mb for a in row.actions if a.op == F), default=0) // len(one))
         found: list[Event] = []
         add = found.append
@@ -271,6 +271,8 @@ class _Walk:
         for i in self._mine:
             action, start, end = row.actions[i], row.start_ns[i], row.end_ns[i]
             op, mb = action.op, action.mb
+            if op in (F, RECV_ACT, RECV_GRAD, SEND_ACT, SEND_GRAD) and not sizes[mb]:
+                continue  # another replica of the stage has all of it
             if op == F:
                 saved, work, _ = self._blocks(action.lo, action.hi, sizes[mb])
                 add((start, saved, _SAVED, i))
@@ -282,7 +284,8 @@ class _Walk:
                     waiting[SEND_ACT, action.hi, mb] = nbytes = self._boundary(action.hi - 1, sizes[mb])
                     add((end, nbytes, _MESSAGES, i))
             elif op in (B, I, W):
-                saved, work, again = self._blocks(action.lo, action.hi, sizes[mb], frees=op == B)
+                saved, work, again = (self._blocks(action.lo, action.hi, sizes[mb], frees=op == B) if sizes[mb]
+                                      else (0, 0, 0))
                 for change, what in ((work, _WORK), (again, _AGAIN)):
                     if change and op != W:
                         add((start, change, what, i))
@@ -296,7 +299,7 @@ class _Walk:
                             add((start, self._gradient(u), _BUFFERS, i))
                 if (back, action.hi, mb) in waiting:
                     add((end, -waiting.pop((back, action.hi, mb)), _MESSAGES, i))
-                if (SEND_GRAD, action.lo) in sent and op != W:
+                if (SEND_GRAD, action.lo) in sent and op != W and sizes[mb]:
                     waiting[SEND_GRAD, action.lo, mb] = nbytes = self._boundary(action.lo - 1, sizes[mb])
                     add((end, nbytes, _MESSAGES, i))
             elif op in (RECV_ACT, RECV_GRAD):

@@ -364,7 +364,7 @@ _QUICK_STEPS = 128
 
 def _lighter(use: DeviceUse, plan: Plan, device: Device) -> list[str]:
     """How many micro-batches in flight would fit, and which schedules hold no more on any device that lacks memory."""
-    if plan.shared:
+    if plan.shared or plan.pipelines[use.pipeline].in_turn:
         return []
     pipeline = plan.pipelines[use.pipeline]
     home, count = tuple(c.stage for c in pipeline.chain), len(pipeline.micro_batches)

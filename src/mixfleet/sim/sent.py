@@ -29,19 +29,19 @@ def bytes_sent(program: Program, plan: Plan, job: Job, layout: Layout) -> dict[s
         stages, sizes = pipeline.stages, pipeline.micro_batches
         first = plan.replicas.index((role.pipeline, 0))
         stage = stages[role.stage]
-        groups = [stage.ranks(r) for r in range(pipeline.copies)]
-        posts = [post for r in range(pipeline.copies) for post in plan.posts(role.pipeline, role.stage, r)]
-        tokens = [pipeline.tokens(job.seq_len, r) for r in range(pipeline.copies)]
+        copies = [(r, member) for r in range(pipeline.copies) for member in range(stage.members)]
+        posts = [post for r, member in copies for post in plan.posts(role.pipeline, role.stage, r, member)]
         for action in role.actions:
             op = action.op
             if op in (SEND_ACT, SEND_GRAD):
                 block = job.model.blocks[action.hi - 1 if op == SEND_ACT else action.lo - 1]
-                for r, ranks in enumerate(groups):
-                    nbytes = boundary_bytes(block, sizes[action.mb % len(sizes)], tokens[r], 1, job)
-                    here = Entity(role.pipeline, role.stage, first + r, ranks)
-                    there = Entity(role.pipeline, action.peer, first + r, stages[action.peer].ranks(r))
-                    for rank, _, n in shards(here, there, nbytes):
-                        found[rank][op] += n
+                for i, j, lo, hi in pipeline.meetings(role.stage, action.peer, action.mb % len(sizes)):
+                    for r in range(pipeline.copies):
+                        nbytes = boundary_bytes(block, hi - lo, pipeline.tokens(job.seq_len, r), 1, job)
+                        here = Entity(role.pipeline, role.stage, first + r, stage.ranks(r, i))
+                        there = Entity(role.pipeline, action.peer, first + r, stages[action.peer].ranks(r, j))
+                        for rank, _, n in shards(here, there, nbytes):
+                            found[rank][op] += n
             elif op in (GATHER, PUBLISH, REDUCE, SYNC):
                 if (op, action.lo) not in moved:
                     counts: Counter[int] = Counter()
@@ -54,12 +54,13 @@ def bytes_sent(program: Program, plan: Plan, job: Job, layout: Layout) -> dict[s
                     found[post % plan.span][op] += moved[op, action.lo][post]
             elif op in (F, B, I):
                 modes = stage.modes
-                for ranks, length in zip(groups, tokens) if stage.tensor > 1 or pipeline.context > 1 else ():
-                    shape = (sizes[action.mb % len(sizes)], length, stage.tensor)
+                for r, member in copies if stage.tensor > 1 or pipeline.context > 1 else ():
+                    samples = pipeline.sizes(role.stage, member)[action.mb % len(sizes)]
+                    shape = (samples, pipeline.tokens(job.seq_len, r), stage.tensor)
                     sent = Counter[str]()
                     for b in range(action.lo, action.hi):
                         sent += _inside(job.model.blocks[b], action, shape, pipeline.context, job, modes[b])
-                    for rank in ranks:
+                    for rank in stage.ranks(r, member):
                         found[rank].update(sent)
     return {str(rank): {op: n for op, n in counts.items() if n} for rank, counts in found.items()}
 

@@ -14,7 +14,8 @@ from mixfleet.units import NS_PER_S
 
 
 def work_of(plan: Plan, pipeline: int, job: Job, cluster: Cluster, *, split: bool) -> Work:
-    """The work of a pipeline in seconds, from the prices of the simulator; of its replicas the slowest counts.
+    """The work of a pipeline in seconds, from the prices of the simulator; of its replicas, and of those of a stage,
+    the slowest counts.
 
     Transfers have their links to themselves; those of state are left out. `split` cuts backward in two.
     """
@@ -25,12 +26,13 @@ def work_of(plan: Plan, pipeline: int, job: Job, cluster: Cluster, *, split: boo
     entities = [(e, entity) for e, entity in enumerate(traffic.entities) if entity.pipeline == pipeline]
 
     def seconds(op: str) -> tuple[float, ...]:
-        return tuple(max(sum(part.ns for part in pricing.parts(e, Action(op, c.lo, c.hi), pipe.micro_batch))
+        return tuple(max(sum(part.ns for part in pricing.parts(e, Action(op, c.lo, c.hi),
+                                                                 pipe.sizes(c.stage, entity.member)[0]))
                          for e, entity in entities if entity.stage == c.stage) / NS_PER_S for c in pipe.chain)
 
     def hop(block: int) -> float:
         found = [traffic.instances[i] for (e, kind), i in traffic.at.items()
-                 if kind in ((SEND_ACT, pipeline, block), (SEND_GRAD, pipeline, block))]
+                 if kind[:3] in ((SEND_ACT, pipeline, block), (SEND_GRAD, pipeline, block))]
         return max((i.latency_s + max((n / traffic.capacities[p] for p, n in i.demands), default=0.0) for i in found),
                    default=0.0)
 

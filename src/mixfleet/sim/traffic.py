@@ -18,8 +18,9 @@ from mixfleet.sim.fold import Instance
 
 SEATS = "seats"
 """The kind of an instance that moves nothing: it only keeps together what is on the same ranks."""
-Kind = tuple[str, int, int]
-"""(operation, pipeline, block at whose input it moves) or (operation, first unit of its kind, phase)."""
+Kind = tuple[str, int, int] | tuple[str, int, int, int]
+"""(operation, pipeline, block at whose input it moves) or (operation, first unit of its kind, phase). Where stages have
+replicas of their own, messages bear the number of the micro-batch's pattern too: see `Traffic.pattern`."""
 
 
 Demands = tuple[tuple[int, float], ...]
@@ -36,6 +37,8 @@ class Entity(NamedTuple):
     ranks: tuple[int, ...]
     posts: tuple[int, ...] = ()
     """What the layout calls them (`Plan.posts`)."""
+    member: int = 0
+    """Number among the stage's own replicas."""
 
 
 class Traffic:
@@ -46,9 +49,9 @@ class Traffic:
 
     def __init__(self, plan: Plan, job: Job, cluster: Cluster, layout: Layout) -> None:
         self._plan, self._job, self._cluster, self._layout = plan, job, cluster, layout
-        self.entities = tuple(Entity(p, s, k, stage.ranks(r), plan.posts(p, s, r))
+        self.entities = tuple(Entity(p, s, k, stage.ranks(r, member), plan.posts(p, s, r, member), member)
                               for k, (p, r) in enumerate(plan.replicas)
-                              for s, stage in enumerate(plan.pipelines[p].stages))
+                              for s, stage in enumerate(plan.pipelines[p].stages) for member in range(stage.members))
         self._entity_of = {post: e for e, entity in enumerate(self.entities) for post in entity.posts}
         self.crews = self._crews()
         self._ports = Ports.of(cluster)
@@ -58,8 +61,12 @@ class Traffic:
         self.unit_kind: list[int] = []
         self.phases: dict[tuple[str, int], int] = {}
         """(operation, unit kind) -> transfers one after another; 0 where nothing moves."""
-        for p in range(len(plan.pipelines)):
-            self._point_to_point(p)
+        self.pattern: list[tuple[int, ...]] = []
+        """Per pipeline with replicated stages, the pattern of each micro-batch: those of one pattern are cut alike."""
+        for p, pipeline in enumerate(plan.pipelines):
+            self.pattern.append(self._replicated(p) if pipeline.replicated else ())
+            if not pipeline.replicated:
+                self._point_to_point(p)
         self._state()
         for crew in self.crews.values() if plan.shared else ():
             self._add((SEATS, 0, 0), crew, NO_LOADS)
@@ -105,6 +112,48 @@ class Traffic:
                 a, b = start + r * stages + here.stage, start + r * stages + there.stage
                 self._add((SEND_ACT, pipeline, here.hi), (a, b), self._message(a, b, nbytes))
                 self._add((SEND_GRAD, pipeline, here.hi), (b, a), self._message(b, a, nbytes))
+
+    def _replicated(self, pipeline: int) -> tuple[int, ...]:
+        """Adds the messages between stages that have replicas of their own, for each pattern of micro-batches: those
+        who meet in common samples, directly or through others, exchange at once."""
+        pipe, job = self._plan.pipelines[pipeline], self._job
+        entity = {(x.replica, x.stage, x.member): e for e, x in enumerate(self.entities) if x.pipeline == pipeline}
+        numbers: dict[object, int] = {}
+        pattern = [numbers.setdefault(tuple(rows[m] for rows in pipe.slices), len(numbers))
+                   for m in range(len(pipe.micro_batches))]
+        for number, m in {n: m for m, n in reversed(list(enumerate(pattern)))}.items():
+            for here, there in pairwise(pipe.chain):
+                if here.stage == there.stage:
+                    continue
+                block = job.model.blocks[here.hi - 1]
+                for k in (k for k, (p, _) in enumerate(self._plan.replicas) if p == pipeline):
+                    tokens = pipe.tokens(job.seq_len, self._plan.replicas[k][1])
+                    meetings = [(entity[k, here.stage, i], entity[k, there.stage, j], hi - lo)
+                                for i, j, lo, hi in pipe.meetings(here.stage, there.stage, m)]
+                    together = {e: e for a, b, _ in meetings for e in (a, b)}
+                    for a, b, _ in meetings:
+                        together[_root(together, a)] = _root(together, b)
+                    for root in dict.fromkeys(_root(together, a) for a, _, _ in meetings):
+                        group = [x for x in meetings if _root(together, x[0]) == root]
+                        members = dict.fromkeys(e for a, b, _ in group for e in (a, b))
+                        nbytes = boundary_bytes(block, sum(n for _, _, n in group), tokens, 1, job)
+                        for op, turned in ((SEND_ACT, False), (SEND_GRAD, True)):
+                            ways = [(b, a, n) if turned else (a, b, n) for a, b, n in group]
+                            self._add((op, pipeline, here.hi, number), members, self._messages(ways, nbytes))
+        return tuple(pattern)
+
+    def _messages(self, ways: list[tuple[int, int, int]], nbytes: int) -> Loads:
+        """Messages of `nbytes` in all: so many samples, in sequence shards, from one entity to another, all at once."""
+        senders, takers = (tuple(dict.fromkeys(way[side] for way in ways)) for side in (0, 1))
+        a, b = (tuple(r for e in group for r in self.entities[e].ranks) for group in (senders, takers))
+        total, parts = sum(n for _, _, n in ways), []
+        for x, y, n in ways:
+            here, there = self.entities[x], self.entities[y]
+            whole = len(here.ranks) * len(there.ranks)
+            parts += [(src, dst, n * part / (whole * total)) for src, dst, part in shards(here, there, whole)]
+        kind = tuple((senders.index(x), takers.index(y), n, len(self.entities[x].ranks), len(self.entities[y].ranks))
+                     for x, y, n in ways)
+        return self._ports.message(a, b, parts, nbytes, kind)
 
     def _message(self, a: int, b: int, nbytes: int) -> Loads:
         """A message in the sequence shards that the ranks of entity `a` send to those of `b`."""
