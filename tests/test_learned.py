@@ -158,3 +158,35 @@ def test_factors_of_an_unknown_device_are_the_mean_of_its_relatives():
     assert found.dram == pytest.approx(0.6)
     assert found.floor_s["s"] == pytest.approx(6e-6)
     assert demand.sms(device) >= 1
+
+
+def test_a_chip_factor_comes_from_devices_that_feed_their_tensor_units_as_well():
+    """fp16 and bf16 are one unit. V100 gives 2.4 W to a TFLOP/s in 16 bits, RTX 4090 2.7, T4 1.1, B200 0.44."""
+    v100 = device_named("V100-SXM2-32GB")
+    names = ("RTX4090", "T4", "B200-SXM")
+    group = learned.load().groups["gemm.16bit"].replace(factors={
+        name: Factors(chip={kind: chip}) for name, kind, chip in zip(names, ("bf16", "fp16", "bf16"), (0.9, 0.6, 0.5))})
+    relatives = {name: Relatives.of(device_named(name)) for name in names}
+    found = learned.factors_of(group, v100, relatives).chip
+    power = np.array([450 / 165.2, 70 / 65, 1000 / 2250])
+    near = np.exp(-2 * np.abs(np.log(power / (300 / 125))))
+    assert found["fp16"] == found["bf16"]
+    assert found["fp16"] == pytest.approx(np.exp(near @ np.log([0.9, 0.6, 0.5]) / near.sum()), rel=0.01)
+
+
+def test_tf32_takes_what_16_bits_take_with_an_inner_dimension_twice_as_long():
+    """Half of the rate and twice the bytes; 3 products of 2 types, one too small in k for its results' bytes."""
+    a100 = device_named("A100-SXM4-80GB")
+    m, n, k = [4096, 2048, 16384], [1024, 8192, 16384], [1024, 512, 8]
+    tf32 = query.gemm(m, n, k, a100, dtype="tf32")
+    bf16 = query.gemm(m, n, [2 * x for x in k], a100)
+    moved_s = 4 * (16384 * 8 * 2 + 16384 * 16384) / a100.memory_Bps
+    assert tf32.time_s[:2] == pytest.approx(bf16.time_s[:2])
+    assert tf32.ceiling_s[2] == pytest.approx(moved_s)
+    assert tf32.time_s[2] == pytest.approx(max(moved_s, bf16.time_s[2]))
+    assert (tf32.time_s > query.gemm(m, n, k, a100).time_s).all()
+    mixed = query.predict("gemm", {"m": m, "n": n, "k": k, "dtype": ["tf32", "bf16", "fp32"]}, a100)
+    alone = query.gemm(m, n, k, a100)
+    assert mixed.time_s[:2] == pytest.approx([tf32.time_s[0], alone.time_s[1]])
+    with pytest.raises(InputError, match="no tf32 units"):
+        query.gemm(m, n, k, device_named("V100-SXM2-32GB"), dtype="tf32")

@@ -224,6 +224,15 @@ def test_a_fused_optimizer_and_gradients_in_products_save_time(tmp_path):
         Framework(optimizer="chunked"), Framework(), Framework(adding=0.0))]
     assert times[0] == step.step_s
     assert times[0] > times[1] > times[2] > 0
+    tensors = max(sum(len(found.job.model.blocks[b].params) for b in s.held) for s in found.plan.pipelines[0].stages)
+    looped = frameworks.updating_s(1e-6, found.plan, found.job, Framework(optimizer="loop"))
+    assert looped == pytest.approx(tensors * 14 * 10e-6)  # the host is slower than a small model's device
+    assert frameworks.updating_s(3.0, found.plan, found.job, Framework(optimizer="loop")) == 3.0
+
+
+def test_nvidias_bert_loops_over_parameters_unless_in_16_bits():
+    assert [frameworks.of("lambda", t).optimizer for t in ("fp16", "fp32", "tf32")] == ["fused", "loop", "loop"]
+    assert frameworks.of("dle", "fp32").optimizer == "fused"
 
 
 def test_a_run_that_states_no_recompute_recomputes_as_little_as_lets_it_fit(tmp_path):

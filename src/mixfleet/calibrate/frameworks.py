@@ -47,7 +47,8 @@ class Framework(NamedTuple):
     """Passes over a sublayer's output that dropout as a kernel of its own takes, forward and again backward."""
     activation_passes: tuple[float, float] = (0.0, 0.0)
     """The same of an activation that is not one kernel, beyond those of one."""
-    optimizer: OptimizerLoop = "fused"
+    optimizer: OptimizerLoop | Literal["loop"] = "fused"
+    """How the optimizer steps: one kernel, one per operation, or a loop over parameters in Python."""
     adding: float = 1.0
     """Part of the bytes of adding up fp32 gradients that remains."""
     remade: bool = False
@@ -68,9 +69,6 @@ SEPARATE_SOFTMAX = (6.25, 7.25)
 """Mask (2), softmax (2), dropout (2.25); backward of dropout (2.25), of softmax (3), of the mask (2)."""
 EAGER_SOFTMAX = (8.25, 9.25)
 """The same with the scale as a kernel of its own, as in Hugging Face models."""
-AUTOCAST_SOFTMAX = (14.5, 14.5)
-"""The same in a 16-bit job under autocast, which computes softmax in fp32: scale and mask (2 each), softmax from 16 to
-32 bits (3), dropout in 32 (4.5), the cast back (3); as much backward."""
 NEW_GELU = (16.0, 20.0)
 """Eight elementwise kernels instead of one: a cube, three products, two sums, tanh and a last product."""
 IN_PRODUCTS, IN_16_BITS = 0.0, 0.6
@@ -94,18 +92,20 @@ FRAMEWORKS: dict[str, Framework] = {
 }
 """As the sources state: the Megatron-DeepSpeed of 2021 and 2022 had neither overlap nor sequence parallelism, has
 kernels of its own for softmax in 16 bits only, and DeepSpeed's default bucket; simumax switched overlap off."""
+LOOPING = ("lambda",)
+"""Sources whose runs that are not in 16 bits loop over parameters in Python: NVIDIA's BERT takes a fused optimizer for
+SQuAD in 16 bits only (and there has the whole model in 16 bits, softmax included)."""
+LOOPED_KERNELS, LOOPED_S = 14, 10e-6
+"""Kernels per parameter of such a loop, its clipping included, and seconds of the host for each: what PyTorch needs to
+issue one elementwise operation from Python."""
 UNEXPANDED = 1.10
 """Reserved over allocated bytes without expandable segments (31.7 over 28.8 GB, Megatron-LM issue 525)."""
-
-
-AUTOCAST = ("lambda", "dle")
-"""Sources whose 16-bit runs leave types to autocast."""
 
 
 def of(source: str, dtype: str = "") -> Framework:
     """The code base of a source, for runs of a type; the runtime's habits where none is known."""
     found = FRAMEWORKS.get(source, Framework())
-    return found._replace(score_passes=AUTOCAST_SOFTMAX) if source in AUTOCAST and dtype in ("fp16", "bf16") else found
+    return found._replace(optimizer="loop") if source in LOOPING and dtype not in ("fp16", "bf16") else found
 
 
 def rewritten(model: Model, job: Job, device: Device, framework: Framework) -> Model:
@@ -183,14 +183,23 @@ def step_s(found: Prediction, plan: Plan, job: Job, device: Device, framework: F
         seconds += hidden_s(found.trace)
     updating = sum(s.fraction for s in found.critical if s.category == "optimizer") * found.step_s
     each = 10**9
-    seconds -= updating * (1 - optimizer_s(each, device, job, implementation=framework.optimizer)
-                           / optimizer_s(each, device, job))
+    seconds += updating_s(updating * optimizer_s(each, device, job, implementation="foreach" if framework.optimizer
+                                                 == "loop" else framework.optimizer)
+                          / optimizer_s(each, device, job), plan, job, framework) - updating
     if plan.sharding.gradients == 1:
         seconds -= (1 - framework.adding) * max(
             (len(p.micro_batches) + (len(p.stages) - 1) / len(stage.chunks))
             * sum(accumulate_s(job.model.blocks[b], stage.tensor, device, job) for b in stage.held)
             for p in plan.pipelines for stage in p.stages)
     return seconds
+
+
+def updating_s(computing: float, plan: Plan, job: Job, framework: Framework) -> float:
+    """Seconds of the optimizer, of which the device computes for `computing`: a loop in Python waits for its host."""
+    if framework.optimizer != "loop":
+        return computing
+    tensors = max(sum(len(job.model.blocks[b].params) for b in stage.held) for p in plan.pipelines for stage in p.stages)
+    return max(computing, tensors * LOOPED_KERNELS * LOOPED_S)
 
 
 def hidden_s(record: trace.Trace) -> float:

@@ -61,8 +61,9 @@ UTILIZATION_PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 """What sources divide by for utilization, whatever the type; others by the dense rate of the row's type."""
 
 FORWARD_BACKWARD_ONLY = ("neusight",)
-EAGER = ("bigscience", "bsv100", "megatron", "neusight", "sailor", "vtrain")
-"""Sources that train without flash attention: before it existed, or in plain eager PyTorch."""
+EAGER = ("bigscience", "bsv100", "dle", "lambda", "megatron", "neusight", "sailor", "vtrain")
+"""Sources that train without flash attention: before it existed, or in plain eager PyTorch. NVIDIA's examples, which
+lambda runs too, multiply scores and values as two products in every framework that they are written for."""
 TF32_MEANT = ("sailor", "lambda")
 """Sources whose `fp32` ran on tensor cores where there are any: sailor's rates are above the fp32 peak of the device,
 lambda's README says so."""

@@ -21,7 +21,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from mixfleet.cluster import Device
+from mixfleet.catalog.devices import rows as catalog_rows
+from mixfleet.cluster import Device, device_named
 from mixfleet.cost.demand import DRAM, PIPES, TENSOR, Array, Demand, Machine
 from mixfleet.errors import InputError
 from mixfleet.spec import Spec
@@ -65,6 +66,20 @@ class Relatives(NamedTuple):
         kin = 1.0 if self.arch == other.arch else 0.3 if self.generation == other.generation else (
             0.05 if self.vendor == other.vendor else 0.01)
         return kin * float(np.exp(-2 * abs(self.log_power - other.log_power)))
+
+
+SIXTEEN = ("bf16", "fp16")
+
+
+def sixteen_power(device: Device) -> float | None:
+    """Logarithm of watts per TFLOP/s in 16 bits; None where either is unknown."""
+    rates = [device.flops[t] for t in SIXTEEN if t in device.flops]
+    return float(np.log(device.power_w / (max(rates) / 1e12))) if rates and device.power_w else None
+
+
+@cache
+def _sixteen_power_of(name: str) -> float | None:
+    return sixteen_power(device_named(name)) if name in catalog_rows() else None
 
 
 class Deviations(Spec, frozen=True, kw_only=True):
@@ -264,22 +279,32 @@ class Layer(NamedTuple):
 def factors_of(group: Group, device: Device, relatives: Mapping[str, Relatives], *, known: bool = True) -> Factors:
     """The device's own factors, or the weighted geometric mean of those of its relatives.
 
+    fp16 and bf16 run on the same units and share one chip factor. What its large products reach depends on the watts
+    that those units get, so for it power is compared per FLOP/s in 16 bits.
+
     `known=False` treats a measured device as one never seen, as cross-validation does.
     """
     if known and device.name in group.factors:
         return group.factors[device.name]
     me = Relatives.of(device)
-    near = [(me.weight(relatives[name]), f) for name, f in sorted(group.factors.items()) if name != device.name]
+    others = [(name, f) for name, f in sorted(group.factors.items()) if name != device.name]
+    near = [(me.weight(relatives[name]), f) for name, f in others]
+    mine = sixteen_power(device)
 
     def mean(pairs: list[tuple[float, float]]) -> float:
         return float(np.exp(sum(w * np.log(v) for w, v in pairs) / sum(w for w, _ in pairs)))
 
     chips: dict[str, list[tuple[float, float]]] = {}
     floors: dict[str, list[tuple[float, float]]] = {}
-    for w, f in near:
-        for kept, values in ((chips, f.chip), (floors, f.floor_s)):
-            for key, value in values.items():
-                kept.setdefault(key, []).append((w, value))
+    for (name, f), (w, _) in zip(others, near):
+        for key, value in f.floor_s.items():
+            floors.setdefault(key, []).append((w, value))
+        for key, value in f.chip.items():
+            theirs = _sixteen_power_of(name) if key in SIXTEEN and mine else None
+            weight = w if theirs is None else me._replace(log_power=mine).weight(
+                relatives[name]._replace(log_power=theirs))
+            for kind in SIXTEEN if key in SIXTEEN else (key,):
+                chips.setdefault(kind, []).append((weight, value))
     return Factors(chip={k: mean(v) for k, v in chips.items()},
                    dram=mean([(w, f.dram) for w, f in near]) if near else 1.0,
                    floor_s={k: mean(v) for k, v in floors.items()})

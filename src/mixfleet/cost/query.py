@@ -191,7 +191,8 @@ def predict(kind: str, columns: Columns, device: Device | Mapping[str, Device], 
 
     `device` is one for all rows, or devices by name with a column `gpu`. Without `source` and `backend` the answer is
     for the plain library call, timed alone. `factors` replaces those of a device (see `calibrate.adapt`). InputError: a
-    size below 1, an unknown type, a type that the device lacks (unless `emulate`).
+    size below 1, an unknown type, a type that the device lacks (unless `emulate`). Products in TF32 are answered as
+    `in_16_bits` says.
     """
     layer = layer or learned.load()
     if kind not in KINDS:
@@ -203,6 +204,7 @@ def predict(kind: str, columns: Columns, device: Device | Mapping[str, Device], 
     elif "gpu" not in full:
         raise InputError("give one device, or a column gpu with the name of each row's device")
     rows = max([np.size(v) for v in full.values() if not isinstance(v, str)], default=1)
+    full, least_s = in_16_bits(full, devices, rows) if kind == "gemm" else (full, np.zeros(rows))
     pairs, which = texts_of(full, ("dtype", "op"), rows)
     groups = np.array([group_of(kind, *pair) for pair in pairs], dtype=object)[which]
     out = Times(np.empty(rows), np.empty(rows), np.empty(rows), np.empty(rows), np.empty(rows),
@@ -221,7 +223,32 @@ def predict(kind: str, columns: Columns, device: Device | Mapping[str, Device], 
             part = named(part, group)
             for values, answer in zip(out, _block(kind, name, group, part, devices, found, layer, emulate, len(at))):
                 values[at] = answer
-    return out
+    return out if not least_s.any() else out._replace(**{
+        field: np.maximum(getattr(out, field), least_s) for field in ("time_s", "ceiling_s", "low_s", "high_s")})
+
+
+def in_16_bits(full: dict[str, Any], devices: Mapping[str, Device], rows: int) -> tuple[dict[str, Any], Array]:
+    """Products with those in TF32 as products in 16 bits, and the least seconds [rows] of these.
+
+    No TF32 product was measured. Tensor units multiply it at half of the 16-bit rate, and its operands have twice the
+    bytes: to every pipeline, operands and tiles are those of a 16-bit product whose inner dimension is twice as long.
+    Only the results have more bytes, so no such product is faster than DRAM moves all of them.
+    """
+    dtypes = [full["dtype"]] * rows if isinstance(full["dtype"], str) else list(full["dtype"])
+    if "tf32" not in dtypes:
+        return full, np.zeros(rows)
+    names = [full["gpu"]] * rows if isinstance(full["gpu"], str) else list(full["gpu"])
+    m, n, k, batch = (np.broadcast_to(np.asarray(full[x], float), (rows,)).copy() for x in ("m", "n", "k", "batch"))
+    least_s = np.zeros(rows)
+    for i in (i for i, dtype in enumerate(dtypes) if dtype == "tf32"):
+        device = devices[names[i]]
+        wide = next((t for t in ("bf16", "fp16") if t in device.flops), None)
+        if wide is None or "tf32" not in device.flops:
+            continue
+        least_s[i] = 4 * batch[i] * (m[i] * k[i] + k[i] * n[i] + m[i] * n[i]) / device.memory_Bps
+        k[i] *= device.flops[wide] / device.flops["tf32"]
+        dtypes[i] = wide
+    return {**full, "k": k, "dtype": dtypes}, least_s
 
 
 def named(columns: Columns, group: learned.Group) -> dict[str, Any]:
