@@ -177,6 +177,8 @@ def test_deepspeed_keeps_16_bit_gradients_beside_those_of_32_bits_in_bf16(tmp_pa
 
 
 MODEL = build({"layers": 2, "hidden": 256, "heads": 4, "ffn": 1024, "vocab": 1000, "style": "gpt", "max_seq_len": 128})
+LLAMA = build({"layers": 2, "hidden": 256, "heads": 4, "ffn": 1024, "vocab": 1000, "style": "llama",
+               "max_seq_len": 128})
 JOB = Job(name="x", model=MODEL, seq_len=128, global_batch=8, precision="fp16", attention="eager")
 
 
@@ -207,6 +209,47 @@ def test_eager_attention_is_two_products_and_passes_over_the_scores():
     assert between.traffic.at(3, 128, 2) == 5 * scores + 2 * 4 * rows
     assert between.backward_traffic.at(3, 128, 2) == 7 * scores + 2 * 4 * rows
     assert layer(Framework(score_passes=(5.0, 7.0)), job=JOB.replace(attention="fused")) == layer(Framework())
+
+
+def test_norms_rotations_gates_and_losses_are_one_kernel_or_several():
+    names = ("norm1", "attention.rotate", "mlp.activation")
+    sizes = (3 * 128 * 256, 3 * 128 * 2 * 256, 3 * 128 * 1024)  # q and k are rotated
+
+    def passes(framework, job):
+        ops = {op.name: op for op in frameworks.rewritten(LLAMA, job, device_of("A100"), framework).blocks[1].ops}
+        return [(ops[n].traffic.at(3, 128, 1) / size, ops[n].backward_traffic.at(3, 128, 1) / size, ops[n].kind)
+                for n, size in zip(names, sizes)]
+
+    job = JOB.replace(model=LLAMA, precision="bf16")
+    assert passes(Framework(), job) == [(2, 3, "norm"), (2, 2, "elementwise"), (5, 8, "elementwise")]
+    eager = frameworks.of("torchtitan")
+    assert passes(eager, job) == [(18, 38, "elementwise"), (10, 10, "elementwise"), (5, 8, "elementwise")]
+    assert passes(eager, job.replace(precision="fp32"))[0] == (2, 3, "norm")
+    compiled = frameworks.of("torchtitan", "bf16", "FSDP2 + torch.compile + Float8")
+    assert passes(compiled, job) == passes(frameworks.MEGATRON_CORE, job) == [
+        (2, 3, "norm"), (2, 2, "elementwise"), (3, 5, "elementwise")]
+    plain, online = (frameworks.rewritten(LLAMA, job, device_of("A100"), f).blocks[-1].ops[-1].traffic.at(3, 128, 1)
+                     for f in (Framework(), frameworks.of("mbridge")))
+    assert online == pytest.approx(plain * 10 / 36)
+
+
+def test_settings_name_the_code_base_and_what_it_hides():
+    assert frameworks.of("dgxc", "bf16", "NeMo 24.09").hides_tensor
+    assert frameworks.of("dgxc", "bf16", "JAX MaxText, FSDP degree 64 x DP 1") == frameworks.XLA
+    hidden = [frameworks.of("torchtitan", "bf16", f"FSDP 8 x TP 8, {what}").hides_tensor
+              for what in ("torch.compile, vanilla TP", "async TP", "AsyncTP, Float8, compile; schedule 1F1B")]
+    assert hidden == [False, True, True]
+
+
+def test_hidden_exchanges_leave_one_piece_bare(tmp_path):
+    found = case(tmp_path, tp="2", dp="1", pp="1", num_gpus="2", global_batch="2")
+    device = found.cluster.devices[0]
+    step = published.predict(found.plan, found.job, found.cluster)
+    bare, hidden = (frameworks.step_s(step, found.plan, found.job, device, Framework(hides_tensor=h))
+                    for h in (False, True))
+    exchanged = sum(s.fraction for s in step.critical if s.category == "tensor") * step.step_s
+    assert exchanged > 0
+    assert bare - hidden == pytest.approx(exchanged / 2)
 
 
 def test_separate_kernels_move_more():

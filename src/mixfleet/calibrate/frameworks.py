@@ -6,6 +6,7 @@ lacks, and bytes. Each is a property of a code base that its documentation or so
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
@@ -51,8 +52,16 @@ class Framework(NamedTuple):
     """How the optimizer steps: one kernel, one per operation, or a loop over parameters in Python."""
     adding: float = 1.0
     """Part of the bytes of adding up fp32 gradients that remains."""
-    remade: bool = False
-    """Whether backward makes the product of gate and up again from the two, as fused SwiGLU kernels do."""
+    gates_fused: bool = False
+    """Whether activation and product of a gated MLP are one kernel, whose backward makes the product again."""
+    norm_passes: tuple[float, float] | None = None
+    """Times that RMSNorm which is not one kernel reads or writes its input, forward and backward."""
+    rotated: float = 2.0
+    """Times that rotating queries and keys reads or writes them, forward and again backward."""
+    loss_bytes: float = 36.0
+    """Read or written per logit, forward and backward: the softmax in fp32, by separate kernels."""
+    hides_tensor: bool = False
+    """Whether what a tensor group exchanges moves in pieces, while the products before or behind it compute others."""
     pure: bool = False
     """Whether weights, gradients and moments are all of 16 bits, without a master copy."""
 
@@ -71,24 +80,37 @@ EAGER_SOFTMAX = (8.25, 9.25)
 """The same with the scale as a kernel of its own, as in Hugging Face models."""
 NEW_GELU = (16.0, 20.0)
 """Eight elementwise kernels instead of one: a cube, three products, two sums, tanh and a last product."""
+EAGER_RMSNORM = (18.0, 38.0)
+"""In a 16-bit job, whose RMSNorm works in fp32, by elementwise kernels: a cast (3), the square (4), the mean (2), the
+product with its root (4), the cast back (3), the weight (2); backward two passes of each product, the mean's, their sum
+and the casts."""
+EAGER_ROTATION = 10.0
+"""Casts to fp32 and back (3 each) around a complex product (4), or two products (2 each), the half turn (3) and a sum
+(3)."""
+ONLINE_LOSS = 10.0
+"""Transformer Engine's cross entropy reads 16-bit logits twice and leaves the gradient in their place, which backward
+scales."""
 IN_PRODUCTS, IN_16_BITS = 0.0, 0.6
 """Gradients added up by the epilogue of the product that makes them, or in 16 bits: 6 bytes for each instead of 10."""
 
 MEGATRON_DEEPSPEED = Framework(overlaps=False, sequence_parallel=False, expandable=False, bucket_elements=5 * 10**8,
                                joined=True, score_passes=FUSED_SOFTMAX, adding=IN_16_BITS)
-MEGATRON_CORE = Framework(expandable=False, joined=True, adding=IN_PRODUCTS, remade=True)
+MEGATRON_CORE = Framework(expandable=False, joined=True, adding=IN_PRODUCTS, gates_fused=True)
+NEMO = MEGATRON_CORE._replace(hides_tensor=True)
+XLA = Framework(gates_fused=True, loss_bytes=ONLINE_LOSS)
+EAGER_LLAMA = Framework(norm_passes=EAGER_RMSNORM, rotated=EAGER_ROTATION)
 HUGGING_FACE = Framework(score_passes=EAGER_SOFTMAX, copied=2.0, dropout=2.25)
 FRAMEWORKS: dict[str, Framework] = {
     "bigscience": MEGATRON_DEEPSPEED, "bsv100": MEGATRON_DEEPSPEED, "vtrain": MEGATRON_DEEPSPEED,
     "sailor": MEGATRON_DEEPSPEED._replace(score_passes=SEPARATE_SOFTMAX, adding=1.0),
     "megatron": Framework(expandable=False, joined=True, score_passes=FUSED_SOFTMAX, adding=IN_16_BITS),
     "simumax": MEGATRON_CORE._replace(overlaps=False, counted="allocated"),
-    "dgxc": MEGATRON_CORE, "nemo": MEGATRON_CORE, "mbridge": MEGATRON_CORE,
+    "dgxc": NEMO, "nemo": NEMO, "mbridge": NEMO._replace(loss_bytes=ONLINE_LOSS),
     "llmfoundry": Framework(copies_weights=False, joined=True, flash=1),
-    "torchtitan": Framework(copies_weights=False, counted="reserved", flash=2),
+    "torchtitan": EAGER_LLAMA._replace(copies_weights=False, counted="reserved", flash=2),
     "nanotron": Framework(joined=True, flash=2),
     "neusight": HUGGING_FACE, "lambda": HUGGING_FACE, "dle": HUGGING_FACE,
-    "finetune": Framework(optimizer="foreach"),
+    "finetune": EAGER_LLAMA._replace(optimizer="foreach"),
 }
 """As the sources state: the Megatron-DeepSpeed of 2021 and 2022 had neither overlap nor sequence parallelism, has
 kernels of its own for softmax in 16 bits only, and DeepSpeed's default bucket; simumax switched overlap off."""
@@ -102,9 +124,17 @@ UNEXPANDED = 1.10
 """Reserved over allocated bytes without expandable segments (31.7 over 28.8 GB, Megatron-LM issue 525)."""
 
 
-def of(source: str, dtype: str = "") -> Framework:
-    """The code base of a source, for runs of a type; the runtime's habits where none is known."""
-    found = FRAMEWORKS.get(source, Framework())
+def of(source: str, dtype: str = "", settings: str = "") -> Framework:
+    """The code base of a source, for runs of a type; the runtime's habits where none is known.
+
+    `settings` may name another one (JAX), or a compiler, which fuses what lies between products, or asynchronous tensor
+    parallelism.
+    """
+    found = XLA if "JAX" in settings else FRAMEWORKS.get(source, Framework())
+    if re.search(r"\bcompile\b", settings):
+        found = found._replace(gates_fused=True, norm_passes=None, rotated=2.0)
+    if re.search(r"\basync ?TP\b", settings, re.IGNORECASE):
+        found = found._replace(hides_tensor=True)
     return found._replace(optimizer="loop") if source in LOOPING and dtype not in ("fp16", "bf16") else found
 
 
@@ -123,9 +153,12 @@ def rewritten(model: Model, job: Job, device: Device, framework: Framework) -> M
                    if op.kind == "attention" and fused_attention(device, job) else op for op in ops]
             if not framework.sequence_parallel:
                 ops = map(_whole, ops)
+            names = {p.name for p in block.params}
+            ops = [_fused(op, framework, is_rms=f"{op.name}.bias" not in names and job.bytes.compute_bytes == 2)
+                   for op in ops]
             ops = [_longer(op, ".activation", framework.activation_passes) for op in ops]
             ops = [_longer(op, ("add1", "add2"), (framework.dropout, framework.dropout)) for op in ops]
-            saved = tuple(s for s in block.saved if not (framework.remade and s.name.endswith(".activated_out")))
+            saved = tuple(s for s in block.saved if not (framework.gates_fused and s.name.endswith(".activated_out")))
             blocks[block.kind] = block.replace(ops=tuple(ops), saved=saved)
     return model.replace(blocks=tuple(blocks[b.kind].replace(name=b.name) for b in model.blocks))
 
@@ -168,6 +201,24 @@ def _whole(op: Op) -> Op:
                       backward_traffic=op.backward_traffic * T)
 
 
+def _fused(op: Op, framework: Framework, *, is_rms: bool) -> Op:
+    """An operator as the framework fuses it, or cuts it up; `is_rms` says whether a norm is RMSNorm in 16 bits."""
+    if op.kind not in ("norm", "elementwise", "loss"):
+        return op
+    size = op.shape["rows"] * op.shape["cols"]
+    if op.kind == "loss":
+        part = framework.loss_bytes / Framework().loss_bytes
+        return op.replace(traffic=part * op.traffic, backward_traffic=part * op.backward_traffic)
+    if op.kind == "norm" and framework.norm_passes and is_rms:
+        forward, backward = framework.norm_passes
+        return op.replace(kind="elementwise", traffic=forward * size, backward_traffic=backward * size)
+    if op.name == "attention.rotate":
+        return op.replace(traffic=framework.rotated * size, backward_traffic=framework.rotated * size)
+    if framework.gates_fused and op.name.endswith(".activation") and op.traffic == 5.0 * size:
+        return op.replace(traffic=3.0 * size, backward_traffic=5.0 * size)
+    return op
+
+
 def _longer(op: Op, end: str | tuple[str, ...], passes: tuple[float, float]) -> Op:
     if not any(passes) or not op.name.endswith(end):
         return op
@@ -177,10 +228,16 @@ def _longer(op: Op, end: str | tuple[str, ...], passes: tuple[float, float]) -> 
 
 def step_s(found: Prediction, plan: Plan, job: Job, device: Device, framework: Framework) -> float:
     """Seconds of a step, from the simulated one: without overlap if there is none (`found` has a trace then), with the
-    framework's optimizer, and with its way of adding up gradients."""
+    framework's optimizer, and with its way of adding up gradients.
+
+    Exchanges of a tensor group of t that move in pieces leave one of t pieces bare.
+    """
     seconds = found.step_s
     if not framework.overlaps and found.trace:
         seconds += hidden_s(found.trace)
+    if framework.hides_tensor:
+        tensor = max(stage.tensor for p in plan.pipelines for stage in p.stages)
+        seconds -= (1 - 1 / tensor) * sum(s.fraction for s in found.critical if s.category == "tensor") * found.step_s
     updating = sum(s.fraction for s in found.critical if s.category == "optimizer") * found.step_s
     each = 10**9
     seconds += updating_s(updating * optimizer_s(each, device, job, implementation="foreach" if framework.optimizer
@@ -198,7 +255,8 @@ def updating_s(computing: float, plan: Plan, job: Job, framework: Framework) -> 
     """Seconds of the optimizer, of which the device computes for `computing`: a loop in Python waits for its host."""
     if framework.optimizer != "loop":
         return computing
-    tensors = max(sum(len(job.model.blocks[b].params) for b in stage.held) for p in plan.pipelines for stage in p.stages)
+    tensors = max(sum(len(job.model.blocks[b].params) for b in stage.held)
+                  for p in plan.pipelines for stage in p.stages)
     return max(computing, tensors * LOOPED_KERNELS * LOOPED_S)
 
 

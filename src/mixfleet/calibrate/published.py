@@ -180,7 +180,7 @@ def case_of(run: str, metrics: Mapping[str, tuple[int, dict[str, str]]]) -> Case
     narrow, dtype = (dtype, "bf16") if dtype in NARROW else ("", dtype)
     if dtype not in ("fp16", "bf16", "fp32", "tf32"):
         raise Inexpressible(f"precision {dtype} is not among a job's types" if dtype else "precision is not stated")
-    settings, framework = row.get("other_settings", ""), frameworks.of(source, dtype)
+    settings, framework = row.get("other_settings", ""), frameworks.of(source, dtype, row.get("other_settings", ""))
     if source == "neusight" and row["model"].startswith("GPT"):
         framework = framework._replace(joined=True, activation_passes=frameworks.NEW_GELU)
     if source == "finetune" and not row["model"].startswith("Qwen"):

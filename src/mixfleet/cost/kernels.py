@@ -217,25 +217,28 @@ def _attention_s(batch: float, q: float, kv: float, heads: float, kv_heads: floa
 
 
 def block_cost(block: Block, micro_batch: int, seq_len: int, tensor: int, device: Device, job: Job,
-               recompute: Recompute = "none", context: float = 1) -> BlockCost:
+               recompute: Recompute = "none", context: float = 1, clock: float = 1) -> BlockCost:
     """Seconds of a block of `job.model` for one micro-batch on one rank of a tensor-parallel group.
 
     The rank has `seq_len` positions of a sequence that is `context` times longer. Recompute repeats the whole forward
-    if full, the attention cores if selective. Remembered per job, block kind, device and shape.
+    if full, the attention cores if selective. Tensor units run at `clock` times their rate; memory has a clock of its
+    own. Remembered per job, block kind, device and shape.
     """
     memory: dict[tuple[object, ...], BlockCost] = job.__dict__.setdefault("_block_costs", {})
-    key = (block.kind, micro_batch, seq_len, tensor, device, recompute, context)
+    key = (block.kind, micro_batch, seq_len, tensor, device, recompute, context, clock)
     if key not in memory:
-        memory[key] = _block_cost(block, micro_batch, seq_len, tensor, device, job, recompute, context)
+        memory[key] = _block_cost(block, micro_batch, seq_len, tensor, device, job, recompute, context, clock)
     return memory[key]
 
 
 def _block_cost(block: Block, micro_batch: int, seq_len: int, tensor: int, device: Device, job: Job,
-                recompute: Recompute, context: float) -> BlockCost:
+                recompute: Recompute, context: float, clock: float) -> BlockCost:
     forward = backward = core = weights = host = back_host = 0.0
     fused = fused_attention(device, job)
     for op in block.ops:
         f, g = op_s(op, micro_batch, seq_len, tensor, device, job.precision, fused=fused, context=context)
+        if op.kind in ("gemm", "attention"):
+            f, g = f / clock, g / clock
         forward, backward = forward + f, backward + g
         core += f if op.kind == "attention" else 0.0
         weights += g / 2 if op.kind == "gemm" else 0.0
