@@ -300,8 +300,8 @@ def factors_of(group: Group, device: Device, relatives: Mapping[str, Relatives],
         for key, value in f.floor_s.items():
             floors.setdefault(key, []).append((w, value))
         for key, value in f.chip.items():
-            theirs = _sixteen_power_of(name) if key in SIXTEEN and mine else None
-            weight = w if theirs is None else me._replace(log_power=mine).weight(
+            theirs = _sixteen_power_of(name) if key in SIXTEEN else None
+            weight = w if theirs is None or mine is None else me._replace(log_power=mine).weight(
                 relatives[name]._replace(log_power=theirs))
             for kind in SIXTEEN if key in SIXTEEN else (key,):
                 chips.setdefault(kind, []).append((weight, value))
