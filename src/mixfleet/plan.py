@@ -16,7 +16,7 @@ from mixfleet.cluster import Cluster
 from mixfleet.errors import InputError
 from mixfleet.files import FORMAT_KEY, VERSIONS, Document, Keys, decode, read_spec, write_yaml
 from mixfleet.job import Job
-from mixfleet.schedule.asynchronous import Weights, enough, stream
+from mixfleet.schedule.asynchronous import Weights, enough, fill, stream
 from mixfleet.schedule.greedy import Orders, Step, parse_steps, stuck
 from mixfleet.schedule.named import SCHEDULES, one_f_one_b
 from mixfleet.spec import Spec
@@ -24,7 +24,7 @@ from mixfleet.spec import Spec
 Recompute = Literal["none", "selective", "full"]
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "looped-bfs", "wave", "zb-h1", "zb-h2", "zb-v", "dualpipe-v",
                        "chimera", "dualpipe", "async-1f1b", "pipedream", "pipedream-vertical", "pipedream-2bw",
-                       "pipeoptim", "xpipe", "custom"]
+                       "pipeoptim", "xpipe", "hetpipe", "custom"]
 """Those of `schedule.named`, and `custom`: every stage's own `order`."""
 
 
@@ -237,9 +237,9 @@ class Pipeline(Spec, frozen=True, kw_only=True, dict=True):
                      for j, (r, s) in enumerate(self.slices[b][micro_batch])
                      for lo, hi in ((max(p, r), min(q, s)),) if lo < hi)
 
-    def orders(self, schedule: ScheduleName, updates: int = 0) -> Orders:
+    def orders(self, schedule: ScheduleName, updates: int = 0, distance: int = 0) -> Orders:
         """The steps of every stage; chunks are numbered along the chain. An asynchronous schedule spans `updates`, 0
-        for as many as show how it repeats itself."""
+        for as many as show how it repeats itself; `distance` is that of its waves."""
         if schedule == "custom":
             return tuple(parse_steps(stage.order) for stage in self.stages)
         if schedule == "1f1b" and self.in_turn:
@@ -247,7 +247,9 @@ class Pipeline(Spec, frozen=True, kw_only=True, dict=True):
                 s.members if s.dispatch == "round-robin" else 1 for s in self.stages))
         home, count = tuple(c.stage for c in self.chain), len(self.micro_batches)
         weights = SCHEDULES[schedule].weights
-        return stream(home, count, updates, weights) if weights and updates else SCHEDULES[schedule].orders(home, count)
+        if weights and updates:
+            return stream(home, count, updates, weights, distance)
+        return SCHEDULES[schedule].orders(home, count)
 
     @cached_property
     def chain(self) -> tuple[Chunk, ...]:
@@ -275,6 +277,16 @@ class Sharding(Spec, frozen=True, kw_only=True):
     once per node, then inside them; hop 1 goes the other way. 0: every piece is sent directly."""
 
 
+class Synchronization(Spec, frozen=True, kw_only=True):
+    """How virtual workers keep together under `hetpipe`."""
+
+    distance: int = 0
+    """Waves by which one may be ahead of the slowest."""
+    pull: Literal["late", "early"] = "late"
+    """`late`: a wave is pulled when the distance makes it due, so that runs repeat to the bit. `early`: also before,
+    with the next wave's end, if all have pushed it by then."""
+
+
 class Plan(Spec, frozen=True, kw_only=True, dict=True):
     """The whole plan for one job on one cluster."""
 
@@ -282,6 +294,7 @@ class Plan(Spec, frozen=True, kw_only=True, dict=True):
     schedule: ScheduleName = "1f1b"
     sharding: Sharding = Sharding()
     accumulation: Accumulation = "plain"
+    synchronization: Synchronization = Synchronization()
     name: str = ""
     job: str = ""
     """Path of the job file, relative to the plan file."""
@@ -356,7 +369,8 @@ class Plan(Spec, frozen=True, kw_only=True, dict=True):
         """Per stage of a crew's first pipeline, what its devices do: (place of a pipeline in the crew, step of it)."""
         pipelines = [self.pipelines[p] for p in crew]
         if len(crew) == 1:
-            return tuple(tuple((0, step) for step in order) for order in pipelines[0].orders(self.schedule, updates))
+            found = pipelines[0].orders(self.schedule, updates, self.synchronization.distance)
+            return tuple(tuple((0, step) for step in order) for order in found)
         counts = [len(p.micro_batches) for p in pipelines]
         chunks, firsts = ([0, *accumulate(n)] for n in ([len(p.chain) for p in pipelines], counts))
         found = SCHEDULES[self.schedule].orders(_homes(self, crew), *counts)
@@ -376,7 +390,19 @@ class Plan(Spec, frozen=True, kw_only=True, dict=True):
     @property
     def updates(self) -> int:
         """Optimizer steps that its program spans: 1, or enough for an asynchronous one to fill, go on and drain."""
-        return 1 if self.synchronous else max(enough(len(p.stages), len(p.micro_batches)) for p in self.pipelines)
+        return 1 if self.synchronous else max(
+            enough(len(p.stages), len(p.micro_batches), self.synchronization.distance) for p in self.pipelines)
+
+    @property
+    def waves(self) -> bool:
+        """Whether its pipelines are virtual workers, which update their own weights and exchange what waves changed."""
+        return self.weights is not None and self.weights.waves
+
+    @property
+    def depth(self) -> int:
+        """Updates over which an asynchronous program fills and drains."""
+        return max(fill(len(p.stages), len(p.micro_batches)) for p in self.pipelines) + (
+            self.synchronization.distance if self.waves else 0)
 
     @property
     def global_batch(self) -> int:
@@ -483,6 +509,7 @@ def _reasons(plan: Plan, job: Job, cluster: Cluster) -> Iterator[str]:
     yield from _wrong_sharding(plan)
     if not plan.synchronous:
         yield from _wrong_asynchronous(plan, job)
+    yield from _wrong_waves(plan, job)
     if plan.sharding.hierarchical:
         yield from _wrong_hierarchy(plan, cluster)
 
@@ -728,6 +755,34 @@ def _wrong_asynchronous(plan: Plan, job: Job) -> Iterator[str]:
                 yield (f"pipelines[{p}]: blocks {owner} and {b} share weights and are on stages {at.get(owner)} and "
                        f"{at.get(b)}, which would wait for each other at every update under {name}. Take a model "
                        "with untied embeddings, one stage, or a synchronous schedule")
+
+
+def _wrong_waves(plan: Plan, job: Job) -> Iterator[str]:
+    distance = plan.synchronization.distance
+    if not plan.waves:
+        if plan.synchronization != Synchronization():
+            yield (f"synchronization is of virtual workers, which the schedule {plan.schedule} does not have. Take the "
+                   "schedule hetpipe, or leave it out")
+        return
+    if distance < 0:
+        yield f"synchronization.distance is {distance}; it cannot be negative (0 waits for all after every wave)"
+    if job.optimizer.name != "sgd":
+        yield (f"optimizer is {job.optimizer.name}: under hetpipe every virtual worker updates its weights by itself, "
+               "and what they change is added up, which makes sense for steps in proportion to gradients. Take sgd")
+    if plan.sharding.optimizer > 1:
+        yield (f"sharding.optimizer is {plan.sharding.optimizer}, but under hetpipe every virtual worker makes steps "
+               "of its own; take 1")
+    for p, pipeline in enumerate(plan.pipelines):
+        if pipeline.context > 1:
+            yield (f"pipelines[{p}].context is {pipeline.context}; parts of a sequence cannot go ahead of each other "
+                   "as virtual workers do under hetpipe. Take 1")
+        for s, stage in enumerate(pipeline.stages):
+            if stage.tensor > 1:
+                yield (f"pipelines[{p}].stages[{s}].tensor is {stage.tensor}; under hetpipe every micro-batch makes an "
+                       "update, for which the group would have to sum the gradients of norms each time. Take 1")
+            if stage.members > 1:
+                yield (f"pipelines[{p}].stages[{s}].shares has {stage.members} replicas, which under hetpipe would have "
+                       "to sum their gradients at every micro-batch. Leave it out, or make them virtual workers")
 
 
 def _wrong_sharding(plan: Plan) -> Iterator[str]:

@@ -26,10 +26,11 @@ Value = tuple[str, int, int]
 F, B, I, W = "F", "B", "I", "W"
 SEND_ACT, RECV_ACT, SEND_GRAD, RECV_GRAD = "SA", "RA", "SG", "RG"
 GATHER, RELEASE, REDUCE, SYNC, NORM, STEP, PUBLISH = "G", "X", "R", "Y", "N", "S", "P"
+PUSH, PULL = asynchronous.PUSH, asynchronous.PULL
 LOAD_WEIGHTS, SAVE_WEIGHTS, FREE_WEIGHTS = "LW", "EW", "XW"
 LOAD_STATE, SAVE_STATE, FREE_STATE = "LO", "EO", "XO"
 KEEP, ANTICIPATE, USE, DROP = asynchronous.KEEP, asynchronous.ANTICIPATE, asynchronous.USE, asynchronous.DROP
-_ACTION = re.compile(r"(F|B|I|W|SA|RA|SG|RG|G|X|R|Y|N|S|P|[LEX][WO]|K|A|U|D)"
+_ACTION = re.compile(r"(F|B|I|W|SA|RA|SG|RG|PU|PL|G|X|R|Y|N|S|P|[LEX][WO]|K|A|U|D)"
                      r"(?:(\d+)(?::(\d+))?)?(?:\.(\d+))?(?:@(\d+))?('*|\*)")
 JOINT = -1
 """The seat of what a rank does once for all its seats: the norm, and exchanges of a unit that several of them hold."""
@@ -57,6 +58,8 @@ class Action(NamedTuple):
     A    anticipate: predict the weights of these blocks that will be version `mb`, from the optimizer's state
     U    from here on F and B of these blocks use the copy that is version `mb`; without a version, the current weights
     D    drop that copy; the current weights are used again if it was in use
+    PU   take what wave `mb` changed of unit `lo`; Y with the same `mb` sums it over the virtual workers
+    PL   add what the others changed in wave `mb`
 
     In an asynchronous program `mb` counts through all its updates, and a version is the number of updates made before.
     State units are the blocks, in order, then one per tied tensor, then what is frozen in a block (see
@@ -165,7 +168,7 @@ def parse_action(text: str) -> Action:
 def by_block(actions: Iterable[Action]) -> Iterator[Step]:
     """What happens to each block and its weights, as `schedule.asynchronous.readings` follows it."""
     for a in actions:
-        if a.op in (F, B, STEP, KEEP, ANTICIPATE, USE, DROP):
+        if a.op in (F, B, STEP, KEEP, ANTICIPATE, USE, DROP, PULL):
             yield from ((a.op, b, a.mb) for b in range(a.lo, a.hi))
 
 
@@ -176,7 +179,8 @@ def effects(action: Action, layout: Layout, units: tuple[int, ...]) -> tuple[lis
     backward leave to each other, w usable weights, shard the
     permanent piece of sharded weights, grad the gradient as backward leaves it, acc what hop 1 accumulated,
     own the gradient of the owned optimizer piece, opt its updated state, scale the clipping factor, state what the
-    optimizer keeps; home and away are weights and state in host memory, kept the copies of weights by version.
+    optimizer keeps; home and away are weights and state in host memory, kept the copies of weights by version; delta
+    is what a wave changed, total its sum over the virtual workers.
     """
     op, lo, hi, mb, *_ = action
     home = "shard" if layout.needed(GATHER, 0) else "w"
@@ -200,6 +204,8 @@ def effects(action: Action, layout: Layout, units: tuple[int, ...]) -> tuple[lis
         if op in (KEEP, ANTICIPATE):
             return [*current, *([("opt", u, 0) for u in mine] if op == ANTICIPATE else [])], copies
         return [*current, *copies], [*current, *copies]
+    if op == SYNC and mb >= 0:
+        return [("delta", lo, mb)], [("total", lo, mb)]
     if op == NORM:
         return [(name, u, 0) for u in units for name in ("grad", "acc", "own")], [("scale", 0, 0)]
     simple: dict[str, tuple[list[Value], list[Value]]] = {
@@ -220,6 +226,8 @@ def effects(action: Action, layout: Layout, units: tuple[int, ...]) -> tuple[lis
         SAVE_STATE: ([("state", lo, 0)], [("away", lo, 0)]),
         FREE_STATE: ([], [("state", lo, 0)]),
         PUBLISH: ([("opt", lo, 0)], [(home, lo, 0)]),
+        PUSH: ([("w", lo, 0)], [("delta", lo, mb)]),
+        PULL: ([("total", lo, mb), ("w", lo, 0)], [("w", lo, 0)]),
     }
     return simple[op]
 

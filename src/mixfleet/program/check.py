@@ -18,6 +18,8 @@ from mixfleet.program.action import (
     LOAD_WEIGHTS,
     NORM,
     PUBLISH,
+    PULL,
+    PUSH,
     RECV_ACT,
     RECV_GRAD,
     REDUCE,
@@ -102,6 +104,13 @@ def _role_problems(role: Role, plan: Plan, layout: Layout) -> Iterator[str]:
             if a.op == STEP and (text := versions.wrong(STEP, a.lo, a.mb)):
                 yield f"{here}: {text}"
             seen.add((a.op, a.lo, a.mb))
+        elif a.op in (PUSH, PULL):
+            if text := versions.wrong(a.op, a.lo, a.mb):
+                yield f"{here}: {text}"
+            needed = {PUSH: STEP, PULL: SYNC}[a.op]
+            if (needed, a.lo, -1 if needed == STEP else a.mb) not in seen:
+                yield f"{here}: nothing is there yet to {'push' if a.op == PUSH else 'pull'}"
+            seen.add((a.op, a.lo, a.mb))
         elif a.op in (KEEP, ANTICIPATE, USE, DROP):
             wrong = [text for b in range(a.lo, a.hi) if (text := versions.wrong(a.op, b, a.mb))]
             if wrong:
@@ -146,10 +155,10 @@ class _Versions:
     def wrong(self, op: str, block: int, version: int) -> str | None:
         """Does one thing, or says why that is not possible."""
         now, known = self._made[block], (block, version) in self._held
-        if op == STEP:
+        if op in (STEP, PUSH, PULL):
             if self._using.get(block, CURRENT) != CURRENT:
                 return f"block {block} uses version {self._using[block]}, not the current weights"
-            self._made[block] += 1
+            self._made[block] += op == STEP
         elif op in (KEEP, ANTICIPATE):
             if known:
                 return f"there is a copy of version {version} of block {block} already"
@@ -179,6 +188,12 @@ def _misread(roles: dict[RoleKey, Role], plan: Plan) -> Iterator[str]:
             if weights.same and read.forward != read.backward:
                 yield (f"{_name((p, s))}: B{block}.{mb} sees version {read.backward} of the weights, its forward saw "
                        f"version {read.forward}")
+            count = len(plan.pipelines[p].micro_batches)
+            lead = plan.synchronization.distance
+            due = read.forward // count - lead if weights.waves and len(plan.replicas) > 1 else 0
+            if read.waves < due:
+                yield (f"{_name((p, s))}: F{block}.{mb} knows {read.waves} waves of the others; at version "
+                       f"{read.forward} and distance {lead} it must know {due}")
             version, block_0 = first.setdefault((p, mb), (read.forward, block))
             if weights.everywhere and read.forward != version:
                 yield (f"{_name((p, s))}: F{block}.{mb} sees version {read.forward} of the weights, F{block_0}.{mb} "
@@ -190,7 +205,8 @@ def _miscounted(role: Role, layout: Layout, units: tuple[int, ...]) -> Iterator[
     pipeline = layout.plan.pipelines[role.pipeline]
     last = len(pipeline.chain) - 1
     steps = Counter(a.lo for a in role.actions if a.op == STEP)
-    updates = 1 if layout.plan.synchronous else max(steps.values(), default=1)
+    each = len(pipeline.micro_batches) if layout.plan.waves else 1
+    updates = 1 if layout.plan.synchronous else max(steps.values(), default=each) // each
     halves = {(a.mb, b) for a in role.actions if a.op in (I, W) for b in range(a.lo, a.hi)}
     expected: Counter[tuple[str, int, int]] = Counter()
     for m in range(len(pipeline.micro_batches) * updates):
@@ -207,9 +223,13 @@ def _miscounted(role: Role, layout: Layout, units: tuple[int, ...]) -> Iterator[
             expected.update((REDUCE, u, m) for u in units if layout.needed(REDUCE, u))
     if layout.plan.accumulation == "layered":
         expected.update((REDUCE, u, -1) for u in units if layout.needed(REDUCE, u))
-    expected.update({(op, u, -1): updates for op in (SYNC, PUBLISH) for u in units if layout.needed(op, u)})
+    if layout.plan.waves:
+        expected.update((op, u, wave) for op in (PUSH, SYNC, PULL) for u in units if layout.needed(SYNC, u)
+                        for wave in range(updates))
+    else:
+        expected.update({(op, u, -1): updates for op in (SYNC, PUBLISH) for u in units if layout.needed(op, u)})
     stepped = [u for u in units if not layout.units[u].frozen]
-    expected.update({(STEP, u, -1): updates for u in stepped})
+    expected.update({(STEP, u, -1): updates * each for u in stepped})
     away = pipeline.stages[role.stage].offload
     expected.update((op, u, -1) for u in stepped for op in ((SAVE_WEIGHTS,) if "weights" in away else ())
                     + ((LOAD_STATE, SAVE_STATE, FREE_STATE) if "optimizer" in away else ()))

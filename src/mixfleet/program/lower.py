@@ -20,6 +20,8 @@ from mixfleet.program.action import (
     LOAD_WEIGHTS,
     NORM,
     PUBLISH,
+    PULL,
+    PUSH,
     RECV_ACT,
     RECV_GRAD,
     REDUCE,
@@ -105,10 +107,19 @@ def _stream(actions: Actions, plan: Plan, layout: Layout, pipeline: int, stage: 
     """Update by update: what lies before an optimizer step, what it needs, and the step, with no norm of the whole
     gradient: for that all stages would wait for each other."""
     units = layout.units_of_stage(pipeline, stage)
+    waves = plan.weights is not None and plan.weights.waves
+    exchanged = [u for u in reversed(units) if layout.needed(SYNC, u)]
     out: Actions = []
     update: Actions = []
     for a in _pipe(actions, plan.pipelines[pipeline], stage):
-        if a.op == STEP:
+        if a.op == STEP and waves:
+            out += [*update, *_steps(layout, [units], [()])]
+            update = []
+        elif a.op == PUSH:  # last blocks first on every stage: virtual workers of unlike shape meet in one order
+            out += [Action(op, u, u + 1, a.mb) for u in exchanged for op in (PUSH, SYNC)]
+        elif a.op == PULL:
+            out += [Action(PULL, u, u + 1, a.mb) for u in exchanged]
+        elif a.op == STEP:
             out += _synchronize(_split_blocks(update, layout, units, loads=False), layout, [units])
             out += _steps(layout, [units], [()])
             update = []

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from mixfleet.report.views import Table, View, percent
-from mixfleet.schedule.asynchronous import STEP
+from mixfleet.schedule.asynchronous import PUSH, STEP
 from mixfleet.schedule.greedy import Orders, Work, timeline
 from mixfleet.schedule.properties import Properties, computes
 from mixfleet.units import show_bytes, show_seconds
@@ -58,7 +58,8 @@ def comparison(found: Mapping[str, tuple[Plan, Prediction] | str]) -> View:
 
 
 def svg(work: Work, orders: Orders, *, width: int = 900, title: str = "") -> str:
-    """The orders in time. Later chunks of a device are lighter; a line is an optimizer step between micro-batches."""
+    """The orders in time. Later chunks of a device are lighter; a line is an optimizer step between micro-batches, or
+    where each of them makes one, the end of a wave."""
     done = timeline(work, computes(orders))
     end = max(stop for _, stop in done.values())
     scale = (width - _LABEL - 10) / end
@@ -69,10 +70,11 @@ def svg(work: Work, orders: Orders, *, width: int = 900, title: str = "") -> str
         body.append(f'<text x="0" y="{y + 15}">device {d}</text><rect x="{_LABEL}" y="{y}" width="{end * scale:.1f}" '
                     f'height="{_ROW - 2}" fill="currentColor" opacity=".06"/>')
         mine = sorted({k for _, k, _ in order})
+        line = PUSH if any(op == PUSH for op, _, _ in order) else STEP
         stop = 0.0
         for step in order:
             op, k, m = step
-            if op == STEP:
+            if op == line:
                 body.append(f'<rect x="{_LABEL + stop * scale - 1.2:.1f}" y="{y - 1}" width="1.6" height="{_ROW}" '
                             f'fill="{COLOURS[STEP]}"><title>{op}{k}.{m}</title></rect>')
             if step not in done:

@@ -119,10 +119,15 @@ class _Arrival(NamedTuple):
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
+def tag_of(op: str, index: int) -> int:
+    """The tag of the messages that such an action of unit `index` sends; sums hand on their results with the next."""
+    return index * _TAGS_PER_UNIT + _TAGS[op]
+
+
 def after_step(op: str, units: dict[int, Unit], layout: Layout, fabric: Fabric) -> Copies | Sums:
     """The exchange of a Y or P action for the posts of this rank that take part, by their units."""
     index = next(iter(units.values())).index
-    tag = index * _TAGS_PER_UNIT + _TAGS[op]
+    tag = tag_of(op, index)
     if op == PUBLISH:
         return Copies(fabric, layout.publish(index), {k: u.updated for k, u in units.items()},
                       {k: u.weights for k, u in units.items()}, op, tag, {k: u.unpublished for k, u in units.items()})
@@ -195,7 +200,7 @@ class Interpreter:
         index, layout = unit.index, self.layout
         me = self.rank
         for op in {a.op for a in self.role.actions if a.op in _TAGS and a.lo == index and a.seat != JOINT}:
-            tag = index * _TAGS_PER_UNIT + _TAGS[op]
+            tag = tag_of(op, index)
             if op == GATHER:  # each stage gathers a tied tensor for itself
                 tag += self.role.stage * len(layout.units) * _TAGS_PER_UNIT
             exchange: Copies | Sums | Chain

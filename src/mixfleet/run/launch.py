@@ -67,7 +67,8 @@ class Options(Spec, frozen=True, kw_only=True):
 
 
 class Met(NamedTuple):
-    """The weights that a micro-batch met on a rank of an asynchronous run; versions count all steps done before."""
+    """The weights that a micro-batch met on a rank of an asynchronous run; versions count all steps done before. Those
+    of a virtual worker (`hetpipe`) count its own updates, one per micro-batch, since the pipeline began to fill."""
 
     step: int
     """Steps before the one that its gradient is part of."""
@@ -77,11 +78,15 @@ class Met(NamedTuple):
     made: int
     """Steps done when those weights were made."""
     backward: int
+    applied: int
+    """Version that its gradient changes."""
+    waves: int = 0
+    """Waves of the other virtual workers that the weights in forward knew."""
 
     @property
     def staleness(self) -> int:
-        """Steps between the weights that it knew and those that its gradient changes."""
-        return self.step - self.made
+        """Updates between the weights that it knew and those that its gradient changes."""
+        return self.applied - self.made
 
 
 class RankReport(Spec, frozen=True, kw_only=True):

@@ -76,8 +76,10 @@ class FlatOptimizer:
         return sum(t.nbytes for t in self.state.values())
 
     def step(self, value: Sequence[Tensor], gradient: Sequence[Tensor], scale: float, lr: float,
-             copy: Sequence[Tensor] = ()) -> None:
+             copy: Sequence[Tensor] = (), share: float = 1.0) -> None:
         """Update `value` by `scale * gradient`; `copy`, if given, receives the result in its own type.
+
+        `share` is the part of the weight decay that is due: less than 1 where several updates make one step.
 
         All are lists of 1-D views that cut the same piece alike. The gradient is overwritten.
         """
@@ -92,7 +94,7 @@ class FlatOptimizer:
                 for a in range(lo, hi, chunk):
                     b = min(hi, a + chunk)
                     self._update(v[a - at:b - at], gradient[i][a - at:b - at], a, b, scale, lr * part.lr_scale,
-                                 part.decay)
+                                 part.decay * share)
             if copy:
                 copy[i].copy_(v)
             at += v.numel()

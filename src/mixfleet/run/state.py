@@ -111,7 +111,18 @@ class Unit:
         """Optimizer steps since versions are counted."""
         self.using = CURRENT
         """The version that modules read."""
-        self._made: dict[int, int] = {}
+        self.part = 1.0
+        """The part of the moments that is here: virtual workers have moments of their own, which together are the
+        job's."""
+        if layout.plan.waves:
+            self.part = layout.plan.pipelines[place.pipeline].samples / layout.plan.global_batch
+        self.pulled = 0
+        """Waves of other virtual workers in the current weights."""
+        self._agreed: Tensor | None = None
+        """What the weights are with all waves that are pulled, and nothing else: the same on all virtual workers."""
+        self._pushed: dict[int, tuple[Tensor, Flat]] = {}
+        """Waves that are pushed and not pulled yet: what they changed here, and the sum over all."""
+        self._made: dict[int, tuple[int, int]] = {}
         self._shelf: dict[int, Tensor] = {}
         """Other versions. What modules read always lies in `compute`, so using another one exchanges contents."""
 
@@ -160,30 +171,88 @@ class Unit:
             total[kinds.get(id(flat), "optimizer")] += flat.nbytes
         return total
 
-    def step(self, scale: float, lr: float) -> None:
-        """Update the owned piece."""
+    def step(self, scale: float, lr: float, share: float = 1.0) -> None:
+        """Update the owned piece, with `share` of the weight decay of a step."""
         self.weights.wait()
         self.compute.wait()
         for flat, _ in self.paged.get("optimizer", ()):
             flat.wait()
-        self.optimizer.step(self._value, self._gradient, scale, lr, self._copy)
+        self.optimizer.step(self._value, self._gradient, scale, lr, self._copy, share)
         self.updates += 1
 
     @property
     def read(self) -> tuple[int, int]:
         """The version that modules read, and how many updates had been made when it was."""
-        return (self.updates, self.updates) if self.using == CURRENT else (self.using, self._made[self.using])
+        return (self.updates, self.updates) if self.using == CURRENT else (self.using, self._made[self.using][0])
+
+    @property
+    def knows(self) -> int:
+        """Waves of other virtual workers in the version that modules read."""
+        return self.pulled if self.using == CURRENT else self._made[self.using][1]
+
+    def begin_waves(self) -> None:
+        """From here on count updates and waves; all virtual workers have the same weights."""
+        self.updates = self.pulled = 0
+        self._agreed = self.value.data.clone()
+
+    def push(self, wave: int) -> Flat:
+        """What the wave changed, to be summed in place over the virtual workers."""
+        assert self._agreed is not None
+        self.compute.wait()
+        change = self.value.data - self._agreed
+        for before, _ in self._pushed.values():
+            change.sub_(before)
+        change = change.to(self.own.data.dtype)
+        total = Flat(self.value.parts, change.clone())
+        self._pushed[wave] = change, total
+        return total
+
+    def arrived(self, wave: int) -> bool:
+        """Whether all have pushed a wave that is not pulled here yet."""
+        return wave in self._pushed and self._pushed[wave][1].idle
+
+    def await_wave(self, wave: int) -> None:
+        """Wait until all have pushed a wave."""
+        if wave in self._pushed:
+            self._pushed[wave][1].wait()
+
+    def pull(self, wave: int) -> None:
+        """Add what the others changed in a wave: the current weights are what all agree on, and then this worker's own
+        later waves. Nothing if it is pulled already."""
+        if wave not in self._pushed:
+            return
+        assert self._agreed is not None
+        self.await_wave(wave)
+        _, total = self._pushed.pop(wave)
+        self._agreed.add_(total.data)
+        self.value.data.copy_(self._agreed)
+        for own, _ in self._pushed.values():
+            self.value.data.add_(own)
+        for copy, v in zip(self._copy, self._value):
+            copy.copy_(v)
+        self.pulled += 1
+
+    def moments(self) -> Iterator[Flat]:
+        """The optimizer's state, as what it is of."""
+        for state in self.optimizer.state.values():
+            packed, at = [], 0
+            for c, lo, hi in self._stored:
+                packed.append(Part(c, lo, hi, at))
+                at += hi - lo
+            yield Flat(packed, state, owner=False)
 
     @property
     def version_bytes(self) -> int:
-        return sum(t.nbytes for t in self._shelf.values())
+        waves = [self._agreed] if self._agreed is not None else []
+        return sum(t.nbytes for t in (*self._shelf.values(), *waves)) + sum(
+            own.nbytes + total.nbytes for own, total in self._pushed.values())
 
     def keep(self, version: int) -> None:
         """Keep a copy of the current weights, which are `version`."""
         assert version == self.updates
         self.compute.wait()
         current = self.compute.data if self.using == CURRENT else self._shelf[CURRENT]
-        self._shelf[version], self._made[version] = current.clone(), self.updates
+        self._shelf[version], self._made[version] = current.clone(), (self.updates, self.pulled)
 
     def anticipate(self, version: int, rates: Sequence[float]) -> None:
         """Predict the weights that will be `version`, after updates at `rates`."""
@@ -195,7 +264,7 @@ class Unit:
         views = [v for c, lo, hi in self._stored if lo < hi for v in ours.views(c, lo, hi)]
         value, out = cut_alike(self._value, views)
         self.optimizer.anticipate(value, out, rates)
-        self._shelf[version], self._made[version] = copy, self.updates
+        self._shelf[version], self._made[version] = copy, (self.updates, self.pulled)
         self.use(using)
 
     def use(self, version: int) -> None:
@@ -240,7 +309,7 @@ class Unit:
         if moments and self.optimizer.rule.moments:  # what plain SGD keeps to predict from need not be in a checkpoint
             for key, a, b, _, at, _ in self._slices():
                 for kind, state in self.optimizer.state.items():
-                    self.home(state)[at:at + b - a].copy_(read(key, kind, a, b))
+                    self.home(state)[at:at + b - a].copy_(read(key, kind, a, b) * self.part)
 
     def pieces(self) -> Iterator[tuple[str, str, int, int, Tensor]]:
         """What this rank writes to a checkpoint: (tensor key, kind, lo, hi, values); over all ranks, everything once.
@@ -251,7 +320,8 @@ class Unit:
             if counted:
                 yield key, "weights", a, b, torch.cat(values)
                 for kind, state in self.optimizer.state.items():
-                    yield key, kind, a, b, self.home(state)[at:at + b - a]
+                    yield key, kind, a, b, self.home(state)[at:at + b - a] / self.part if self.part < 1 else \
+                        self.home(state)[at:at + b - a]
 
 
 def bind(unit: Unit, modules: dict[int, nn.Module], layout: Layout, rank: int) -> None:

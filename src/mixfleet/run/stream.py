@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mixfleet.program.action import Action, F
+from mixfleet.program.action import PULL, PUSH, SYNC, Action, F
 from mixfleet.program.lower import lower
 from mixfleet.program.repeat import Repeated
-from mixfleet.run.interpreter import Interpreter, MicroBatch, StepResult
+from mixfleet.run.collective import Flat, Sums
+from mixfleet.run.interpreter import STREAMS, Interpreter, MicroBatch, StepResult, tag_of
 from mixfleet.run.launch import Met
 from mixfleet.run.optim import learning_rate
-from mixfleet.schedule.asynchronous import fill
 
 Feed = Callable[[int], Sequence[MicroBatch]]
 """This rank's micro-batches of a step."""
@@ -47,10 +47,12 @@ class Stream(Interpreter):
         super().__init__(*args, **kwargs)
         self.readings: deque[Met] = deque(maxlen=REMEMBERED)
         """What the latest micro-batches met in this rank's first block."""
-        self.depth = max(fill(len(p.stages), len(p.micro_batches)) for p in self.layout.plan.pipelines)
+        self.depth = self.layout.plan.depth
         """Updates over which the pipeline fills and drains."""
-        self._met: dict[int, tuple[int, int]] = {}
+        self._met: dict[int, tuple[int, int, int]] = {}
         self._square = torch.zeros_like(self._loss)
+        self._waves, self._pushing = self.layout.plan.waves, dict[tuple[int, int], Flat]()
+        self._do |= {PUSH: self._push, PULL: self._pull}
 
     def run(self, first_step: int, updates: int, feed: Feed, targets: Targets, stop: Callable[[], bool]
             ) -> Iterator[StepResult]:
@@ -65,8 +67,11 @@ class Stream(Interpreter):
         self._counts: dict[int, int] = {}
         for unit in self.units.values():
             unit.updates, unit.taken = 0, True
+            if self._waves:
+                unit.begin_waves()
         whole = lower(plan, self.layout.model, self.layout, min(updates, plan.updates))
-        program = Repeated(whole.role(self.role.pipeline, self.role.stage).actions, size, depth)
+        program = Repeated(whole.role(self.role.pipeline, self.role.stage).actions, size, depth,
+                           waves=self._waves)
         tallies: deque[_Tally] = deque()
         update, fed = 0, 0
         while update < updates:
@@ -90,19 +95,60 @@ class Stream(Interpreter):
         for work in self._sending:
             work.wait()
         self._sending.clear()
+        if self._waves and len(plan.replicas) > 1:
+            self._share_moments()
+
+    def _push(self, action: Action) -> None:
+        with self.recorder.span("compute", str(action), "optimizer"):
+            self._pushing[action.lo, action.mb] = self.units[action.lo].push(action.mb)
+        self._mark(str(action))
+
+    def _move(self, action: Action) -> None:
+        if action.op == SYNC and action.mb >= 0:
+            self._sum(action.lo, self._pushing.pop((action.lo, action.mb)), str(action))
+        else:
+            super()._move(action)
+
+    def _sum(self, index: int, flat: Flat, name: str) -> None:
+        """Start to sum a unit's values over the virtual workers, in place."""
+        stream, category = STREAMS[SYNC]
+        mine = {self.rank: flat}
+        exchange = Sums(self.fabric, self.layout.sync(index), mine, mine, SYNC, tag_of(SYNC, index))
+        flat.task = self.fabric.run(stream, exchange.steps(), name, category)
+
+    def _pull(self, action: Action) -> None:
+        """As late as the distance allows; if the plan says so, waves that are there already as well."""
+        unit, wave = self.units[action.lo], action.mb
+        unit.await_wave(wave)
+        with self.recorder.span("compute", str(action), "optimizer"):
+            unit.pull(wave)
+            while self.layout.plan.synchronization.pull == "early" and unit.arrived(wave + 1):
+                wave += 1
+                unit.pull(wave)
+        self._mark(str(action))
+
+    def _share_moments(self) -> None:
+        """In a drained pipeline: what all virtual workers have of the moments, each a part of it."""
+        for index, unit in sorted(self.units.items(), reverse=True):
+            if not self.layout.units[index].frozen:
+                for flat in unit.moments():
+                    self._sum(index, flat, f"moments of {index}")
+                    flat.wait()
+                    flat.data.mul_(unit.part)
 
     def _forward(self, action: Action) -> None:
         super()._forward(action)
         if action.lo == self.stage.held[0]:
-            self._met[action.mb] = self.units[action.lo].read
+            self._met[action.mb] = *self.units[action.lo].read, self.units[action.lo].knows
 
     def _backward(self, action: Action) -> None:
         super()._backward(action)
         if action.lo == self.stage.held[0]:
             step, mb = divmod(action.mb, len(self.pipeline.micro_batches))
-            forward, made = self._met.pop(action.mb)
-            seen, first = self.units[action.lo].read[0], self._first_step
-            self.readings.append(Met(first + step, mb, first + forward, first + made, first + seen))
+            forward, made, waves = self._met.pop(action.mb)
+            seen, first = self.units[action.lo].read[0], 0 if self._waves else self._first_step
+            self.readings.append(Met(self._first_step + step, mb, first + forward, first + made, first + seen,
+                                     action.mb if self._waves else first + step, waves))
 
     def _loss_gradient(self, mb: int) -> float:
         step = self._first_step + mb // len(self.pipeline.micro_batches)
@@ -117,11 +163,17 @@ class Stream(Interpreter):
         with self.recorder.span("compute", str(action), "optimizer"):
             for norm in torch._foreach_norm(unit.norm_views) if unit.norm_views else ():
                 self._square += norm.double().square()
-            unit.step(1.0, *self._rates(unit.updates, unit.updates + 1))
+            unit.step(1.0, self._rates(unit.updates, unit.updates + 1)[0], self._share(unit.updates))
         unit.taken = True
 
     def _rates(self, lo: int, hi: int) -> list[float]:
-        return [learning_rate(self.job.optimizer, self._first_step + u, self.job.steps) for u in range(lo, hi)]
+        each = len(self.pipeline.micro_batches) if self._waves else 1
+        return [learning_rate(self.job.optimizer, self._first_step + u // each, self.job.steps) for u in range(lo, hi)]
+
+    def _share(self, update: int) -> float:
+        """The part of a step's samples that an update is of."""
+        sizes = self.pipeline.micro_batches
+        return sizes[update % len(sizes)] / self.layout.plan.global_batch if self._waves else 1.0
 
     def _tally(self, done: range, stop: bool) -> _Tally:
         """Start to add up one update over all ranks; its micro-batches are not needed any more."""

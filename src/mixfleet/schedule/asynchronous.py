@@ -11,16 +11,26 @@ U chunk.version    use those weights from here on; version -1: the current ones
 D chunk.version    drop that copy, and use the current weights again if it was in use
 
 A version counts the updates since the order began, when all weights are version 0.
+
+Under wave-synchronous parallelism (HetPipe; Park et al., 2020) a pipeline is a virtual worker: every micro-batch makes
+an update of its own weights, and an update of the job is a *wave* of m of them. Between waves
+
+PU chunk.wave      push: what the wave changed, summed, goes to the other virtual workers
+PL chunk.wave      pull: what all others changed in that wave is added here; waits until the slowest has pushed it
+
+Under a distance of D a virtual worker pulls wave w - D when it has pushed wave w, so none is more than D waves ahead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 from typing import NamedTuple
 
-from mixfleet.schedule.greedy import B, F, I, Orders, Step
+from mixfleet.schedule.greedy import B, F, I, Orders, Rule, Step, Work, greedy
 
 STEP, KEEP, ANTICIPATE, USE, DROP = "S", "K", "A", "U", "D"
+PUSH, PULL = "PU", "PL"
 CURRENT = -1
 
 Made = Mapping[int, tuple[int, ...]]
@@ -32,13 +42,15 @@ Version = tuple[int, int]
 class Weights(NamedTuple):
     """Which weights a forward reads, from (made, chunk, micro-batch, micro-batches per update). A backward reads the
     same copy if `kept`, else what is current then. `same` promises that both see one version, `everywhere` that all
-    stages do. `predicts` says that it may read weights that are not made yet."""
+    stages do. `predicts` says that it may read weights that are not made yet, `waves` that every micro-batch is an
+    update by itself and pipelines exchange what waves of them changed."""
 
     forward: Callable[[Made, int, int, int], Version]
     kept: bool = False
     predicts: bool = False
     same: bool = True
     everywhere: bool = False
+    waves: bool = False
 
 
 def _latest(made: Made, k: int, mb: int, size: int) -> Version:
@@ -75,20 +87,52 @@ PREDICT = Weights(_ahead, predicts=True)
 BELLWETHER = Weights(_bellwether, predicts=True)
 """The first micro-batch of an update predicts, the others take its prediction (XPipe; Guan et al., 2019)."""
 
+WAVES = Weights(_first_stage, kept=True, everywhere=True, waves=True)
+"""On every stage the weights that the first stage read: those of this virtual worker's updates so far, and of the
+others' waves pulled by then (HetPipe; Park et al., 2020)."""
+
 
 def fill(stages: int, micro_batches: int) -> int:
     """Updates that begin before the first stage ends its first: also those that a drain is spread over."""
     return -(-(stages - 1) // micro_batches)
 
 
-def enough(stages: int, micro_batches: int) -> int:
+def enough(stages: int, micro_batches: int, distance: int = 0) -> int:
     """Updates after which an order has filled, repeated itself for a while, and drained."""
-    return 2 * fill(stages, micro_batches) + 4 + 2 * -(-stages // micro_batches)
+    return 2 * (fill(stages, micro_batches) + distance) + 4 + 2 * -(-stages // micro_batches)
 
 
-def stream(home: tuple[int, ...], micro_batches: int, updates: int, weights: Weights) -> Orders:
-    """1F1B that never drains between updates: stage i goes p - 1 - i forwards ahead, then alternates."""
+def stream(home: tuple[int, ...], micro_batches: int, updates: int, weights: Weights, distance: int = 0) -> Orders:
+    """1F1B that never drains between updates: stage i goes p - 1 - i forwards ahead, then alternates.
+
+    With waves no more than `micro_batches` are in flight, and stages push and pull between them.
+    """
     total = micro_batches * updates
+    orders = []
+    for k, computing in zip(home, _narrow(home, total, micro_batches) if weights.waves and micro_batches < len(home)
+                            else _full(home, total)):
+        steps: list[Step] = []
+        for step in computing:
+            steps.append(step)
+            if step[0] == F:
+                continue
+            m = step[2]
+            update, rest = divmod(m + 1, micro_batches)
+            if weights.waves:
+                steps.append((STEP, k, m))
+                steps += [] if rest else [(PUSH, k, update - 1)]
+                steps += [(PULL, k, update - 1 - distance)] if not rest and update > distance else []
+            elif not rest:
+                steps.append((STEP, k, update - 1))
+        if weights.waves:
+            steps += [(PULL, k, wave) for wave in range(max(0, updates - distance), updates)]
+        orders.append(tuple(steps))
+    made = {k: _made(order) for k, order in zip(home, orders)}
+    return tuple(_with_versions(order, made, micro_batches, weights) for order in orders)
+
+
+def _full(home: tuple[int, ...], total: int) -> Orders:
+    """As many micro-batches in flight as there are stages."""
     orders = []
     for k in home:
         warm = min(len(home) - 1 - k, total)
@@ -96,11 +140,23 @@ def stream(home: tuple[int, ...], micro_batches: int, updates: int, weights: Wei
         for m in range(total):
             steps += [(F, k, m + warm)] if m + warm < total else []
             steps.append((B, k, m))
-            if (m + 1) % micro_batches == 0:
-                steps.append((STEP, k, m // micro_batches))
         orders.append(tuple(steps))
-    made = {k: _made(order) for k, order in zip(home, orders)}
-    return tuple(_with_versions(order, made, micro_batches, weights) for order in orders)
+    return tuple(orders)
+
+
+@lru_cache(maxsize=64)
+def _narrow(home: tuple[int, ...], total: int, most: int) -> Orders:
+    """Fewer than that: as they come where a backward takes twice as long as a forward."""
+    work = Work(home, total, (1.0,) * len(home), (2.0,) * len(home))
+    orders = greedy(work, Rule((most,) * len(home)))
+    assert orders is not None
+    return orders
+
+
+def bound(micro_batches: int, distance: int) -> int:
+    """The most micro-batches of another virtual worker, of those before it in its order, that a micro-batch may not
+    know of: (D + 1)(s + 1) + s - 1 with s = micro_batches - 1, as HetPipe has it. Reached where stages suffice."""
+    return (distance + 1) * micro_batches + micro_batches - 2
 
 
 def _made(order: Iterable[Step]) -> tuple[int, ...]:
@@ -155,6 +211,8 @@ class Reading(NamedTuple):
     backward: int
     applied: int
     """Updates made when its gradient is applied."""
+    waves: int = 0
+    """Waves of the other virtual workers that the weights of the forward knew."""
 
     @property
     def staleness(self) -> int:
@@ -174,25 +232,29 @@ class Readings(NamedTuple):
 def readings(steps: Iterable[Step]) -> Readings:
     """Follow the versions through the steps of a stage, or through actions told block by block."""
     count: dict[int, int] = {}
-    held: dict[int, dict[int, int]] = {}  # copies and when they were made
+    pulled: dict[int, int] = {}
+    held: dict[int, dict[int, tuple[int, int]]] = {}  # copies: updates and waves when they were made
     using: dict[int, int] = {}
-    forward: dict[tuple[int, int], tuple[int, int]] = {}
+    forward: dict[tuple[int, int], tuple[int, int, int]] = {}
     waiting: dict[int, list[tuple[int, int]]] = {}
     found: dict[tuple[int, int], Reading] = {}
     most = 1
     for op, k, m in steps:
         now, version = count.get(k, 0), using.get(k, CURRENT)
-        read = (now, now) if version == CURRENT else (version, held[k][version])
+        read = (now, now, pulled.get(k, 0)) if version == CURRENT else (version, *held[k][version])
         if op == F:
             forward[k, m] = read
         elif op in (B, I):
             waiting.setdefault(k, []).append((m, read[0]))
         elif op == STEP:
             for mb, backward in waiting.pop(k, ()):
-                found[k, mb] = Reading(*forward.pop((k, mb)), backward, now)
+                version, made, waves = forward.pop((k, mb))
+                found[k, mb] = Reading(version, made, backward, now, waves)
             count[k] = now + 1
+        elif op == PULL:
+            pulled[k] = pulled.get(k, 0) + 1
         elif op in (KEEP, ANTICIPATE):
-            held.setdefault(k, {})[m] = now
+            held.setdefault(k, {})[m] = now, pulled.get(k, 0)
             most = max(most, 1 + len(held[k]))
         elif op == USE:
             using[k] = m

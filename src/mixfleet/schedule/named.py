@@ -301,4 +301,5 @@ SCHEDULES: dict[str, Schedule] = {
     "pipedream-2bw": _streamed(asynchronous.DOUBLE, covers=True),
     "pipeoptim": _streamed(asynchronous.PREDICT),
     "xpipe": _streamed(asynchronous.BELLWETHER),
+    "hetpipe": _streamed(asynchronous.WAVES),
 }

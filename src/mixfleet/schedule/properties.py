@@ -93,6 +93,9 @@ def of_orders(name: str, home: Homes, micro_batches: int, orders: Orders) -> Pro
     hops = sum(a != b and not work.ends(k) for k, (a, b) in enumerate(itertools.pairwise(home)))
     ideal = 3.0 * micro_batches
     updates = sum(op == STEP for op, _, _ in orders[0])
+    known = SCHEDULES.get(name)
+    if known and known.weights and known.weights.waves:  # an update of the job is a wave
+        updates //= micro_batches
     depth = fill(len(orders), micro_batches) if updates else 0
     done = timeline(work, computes(orders))
     if updates:  # all devices go on at one pace: that of the first between its updates

@@ -18,6 +18,8 @@ from mixfleet.program.action import (
     LOAD_WEIGHTS,
     NORM,
     PUBLISH,
+    PULL,
+    PUSH,
     RECV_ACT,
     RECV_GRAD,
     REDUCE,
@@ -49,6 +51,7 @@ def hazards(actions: tuple[Action, ...], layout: Layout) -> list[tuple[int, ...]
     loads = any(a.op == LOAD_WEIGHTS for a in actions)
     received: dict[tuple[str, int, int], int] = {}
     made: dict[tuple[str, int, int], int] = {}
+    waves: dict[tuple[str, int, int], int] = {}  # PU and Y of each wave
     reduced, normed = -1, False
     found: list[tuple[int, ...]] = []
     for i, (op, lo, hi, mb, *_) in enumerate(actions):
@@ -88,6 +91,12 @@ def hazards(actions: tuple[Action, ...], layout: Layout) -> list[tuple[int, ...]
             saved[lo] = i
         elif op == FREE_STATE:
             needs = (saved[lo],)
+        elif op == SYNC and mb >= 0:
+            needs = (waves[PUSH, lo, mb],)
+            waves[SYNC, lo, mb] = i
+        elif op in (PUSH, PULL):
+            needs = (waves[SYNC, lo, mb],) if op == PULL else ()
+            waves[op, lo, mb] = i
         elif op in (REDUCE, SYNC):
             needs = (computed[lo],)
             moved[lo] = reduced = i

@@ -26,6 +26,8 @@ from mixfleet.program.action import (
     LOAD_WEIGHTS,
     NORM,
     PUBLISH,
+    PULL,
+    PUSH,
     RECV_ACT,
     RECV_GRAD,
     REDUCE,
@@ -439,7 +441,7 @@ class Pricing:
             if not micro_batch:
                 return ()
             key: tuple[object, ...] = (self.kind(e), action.op, action.lo, action.hi, micro_batch)
-        elif action.op == STEP or action.op in HOST:
+        elif action.op in (STEP, PUSH, PULL) or action.op in HOST:
             key = (e, action.op, self._alike[action.lo])
         elif action.op in (KEEP, ANTICIPATE, USE, DROP):
             key = (e, action.op, action.lo, action.hi)
@@ -447,7 +449,8 @@ class Pricing:
             return ()
         if key not in self._known:
             first = self._alike[action.lo]
-            made = (self._step(e, first) if action.op == STEP else self._copy(e, action.op, first) if action.op in HOST
+            made = (self._step(e, first) if action.op == STEP else self._wave(e, action.op, first)
+                    if action.op in (PUSH, PULL) else self._copy(e, action.op, first) if action.op in HOST
                     else self._blocks(e, action, micro_batch) if action.op in (F, B, I, W)
                     else self._version(e, action))
             self._known[key] = tuple(Part(c, ns) for c, s in made if (ns := round(s * NS_PER_S)))
@@ -506,6 +509,14 @@ class Pricing:
             slowest = max(slowest, anticipate_s(count, device, job) if action.op == ANTICIPATE else
                           copy_s(count, device, job) * (2 if action.op == USE else 1))
         return [("optimizer", slowest)]
+
+    def _wave(self, e: int, op: str, unit: int) -> list[tuple[str, float]]:
+        """A push takes the difference of two versions; a pull adds one, and what the worker has changed since."""
+        entity = self._entities[e]
+        times = 1 if op == PUSH else 2 + self._plan.synchronization.distance
+        return [("optimizer", max(times * copy_s(self._layout.compute_elements(unit, post),
+                                                 self._cluster.devices[rank], self._job)
+                                  for rank, post in zip(entity.ranks, entity.posts)))]
 
     def _step(self, e: int, unit: int) -> list[tuple[str, float]]:
         layout, entity = self._layout, self._entities[e]

@@ -35,6 +35,8 @@ from mixfleet.program.action import (
     KEEP,
     LOAD_STATE,
     LOAD_WEIGHTS,
+    PULL,
+    PUSH,
     RECV_ACT,
     RECV_GRAD,
     REDUCE,
@@ -263,6 +265,7 @@ class _Walk:
         waiting: dict[tuple[str, int, int], int] = {}
         buffers: set[int] = set()
         stepped: set[int] = set()
+        agreed: set[int] = set()
         sent = {(a.op, boundary(a)) for a in map(row.actions.__getitem__, self._mine) if a.op in (SEND_ACT, SEND_GRAD)}
         if self._layered:  # what one block hands to the next waits for it as a message would
             inner = range(1, len(self._job.model.blocks))
@@ -327,6 +330,13 @@ class _Walk:
                 if nbytes:
                     add((start, nbytes, _OPTIMIZER, i))
                     add((end, -nbytes, _OPTIMIZER, i))
+            elif op in (PUSH, PULL):  # what is pushed stays until the sum has come in its place, both together
+                nbytes = 2 * self._gradient(action.lo)
+                add((start, nbytes, _VERSIONS, i) if op == PUSH else (end, -nbytes, _VERSIONS, i))
+                if op == PUSH and action.lo not in agreed:
+                    agreed.add(action.lo)
+                    based = self._unit(action.lo)[0] * (self._job.bytes.master_bytes or self._job.bytes.weight_bytes)
+                    add((0, based, _VERSIONS, i))
             elif op in (KEEP, ANTICIPATE, DROP):
                 units = self._layout.trained(action.lo, action.hi)
                 nbytes = sum(self._unit(u)[0] for u in units) * self._job.bytes.weight_bytes

@@ -20,7 +20,6 @@ from mixfleet.plan import Plan, why_not
 from mixfleet.program.action import PUBLISH, STEP, Action, B, F, Program, stream_of
 from mixfleet.program.layout import Layout
 from mixfleet.program.lower import lower
-from mixfleet.schedule.asynchronous import fill
 from mixfleet.schedule.named import SCHEDULES
 from mixfleet.schedule.properties import in_flight
 from mixfleet.sim.interpreter import CATEGORY, Played, Row, play
@@ -259,10 +258,11 @@ def _steps(played: Played, plan: Plan) -> list[int]:
         turns: Counter[tuple[str, int]] = Counter()
         for action, end in zip(row.actions, row.end_ns, strict=True):
             if action.op in (STEP, PUBLISH):
-                update = turns[action.op, action.lo]
+                update = turns[action.op, action.lo] // len(plan.pipelines[row.entity.pipeline].micro_batches) \
+                    if plan.waves else turns[action.op, action.lo]
                 ends[update] = max(end, ends.get(update, 0))
                 turns[action.op, action.lo] += 1
-    depth = max(fill(len(p.stages), len(p.micro_batches)) for p in plan.pipelines)
+    depth = plan.depth
     return [ends[u] for u in range(depth, len(ends) - depth)]
 
 
