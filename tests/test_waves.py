@@ -369,7 +369,7 @@ def test_a_checkpoint_holds_the_moments_of_all(tmp_path: Path) -> None:
 
 
 def test_the_example_hides_its_exchange() -> None:
-    """Three unlike virtual workers, one behind a slow NIC: a lead of one wave is worth a third of the step and more."""
+    """Three unlike virtual workers, one behind a slow NIC: a lead of one wave is worth a third of the step."""
     root = Path(__file__).parent.parent / "examples"
     of, what = Plan.load(root / "plans/hetpipe.yaml"), Job.load(root / "jobs/llama-1b-sgd.yaml")
     where = Cluster.load(root / "clusters/mixed-lab.yaml")
