@@ -95,6 +95,8 @@ class Outcome(NamedTuple):
     met: tuple[Any, ...] = ()
     told: Any = None
     """What the source has to say, if it can tell."""
+    routed: dict[str, list[int]] = {}
+    """Rows to each expert, by block."""
 
 
 class Case(NamedTuple):
@@ -136,7 +138,7 @@ def carry_out(case: Case, process: int) -> Outcome:
                       [(u.index, p.column, p.lo, p.hi, u.home(u.weights.data)[p.offset:p.offset + p.hi - p.lo].clone())
                        for u in units for p in u.weights.parts],
                       rank.fabric.sent, rank.report().state_bytes, spans, memory, rank.report().met,
-                      source.outcome() if hasattr(source, "outcome") else None)
+                      source.outcome() if hasattr(source, "outcome") else None, rank.report().routed)
     rank.close()
     return outcome
 

@@ -250,7 +250,7 @@ def test_equals_one_process(name: str, pool: Pool) -> None:
     check_equality(case, pool)
 
 
-def check_equality(case: Case, pool: Pool) -> None:
+def check_equality(case: Case, pool: Pool) -> list[Outcome]:
     """Losses, norms and weights of one process; replicas equal to the bit; the bytes of the layout."""
     outcomes = pool.run(case)
     expected = _reference(case)
@@ -265,6 +265,7 @@ def check_equality(case: Case, pool: Pool) -> None:
     sent = {(kind, rank, dst): n for rank, outcome in zip(case.plan.ranks, outcomes)
             for (kind, dst), n in outcome.sent.items() if kind in "GPRY"}
     assert sent == expected_bytes(case)
+    return outcomes
 
 
 def test_mics_reduces_in_two_hops(pool: Pool) -> None:

@@ -293,6 +293,13 @@ class Plan(Spec, frozen=True, kw_only=True, dict=True):
     pipelines: tuple[Pipeline, ...]
     schedule: ScheduleName = "1f1b"
     sharding: Sharding = Sharding()
+    expert: int = 1
+    """Expert-parallel degree: so many consecutive replicas share the routed experts of every layer. Each holds some of
+    them and computes the rows of all; the rest of the model is replicated as ever. Groups are as those of `sharding`.
+    """
+    expert_shares: tuple[int, ...] = ()
+    """Ratio of the numbers of experts that the replicas of a group hold, one number for each replica. Empty: as equal
+    as can be."""
     accumulation: Accumulation = "plain"
     synchronization: Synchronization = Synchronization()
     name: str = ""
@@ -314,6 +321,29 @@ class Plan(Spec, frozen=True, kw_only=True, dict=True):
         times, since state is sharded and gradients are summed over its parts as over replicas.
         """
         return tuple((p, r) for p, pipe in enumerate(self.pipelines) for r in range(pipe.copies))
+
+    @cached_property
+    def expert_groups(self) -> tuple[range, ...]:
+        """The replicas that share experts: each by itself without expert parallelism."""
+        n = len(self.replicas)
+        return groups(n, self.expert) if self.expert > 1 else tuple(range(k, k + 1) for k in range(n))
+
+    @cached_property
+    def _expert_parts(self) -> tuple[tuple[int, int, int], ...]:
+        """Per replica: where its experts begin and end, and where all do, in shares of its group."""
+        found: list[tuple[int, int, int]] = []
+        for group in self.expert_groups:
+            unequal = self.expert_shares and self.expert > 1
+            ends = [0, *accumulate(self.expert_shares[k] if unequal else 1 for k in group)]
+            found += [(a, b, ends[-1]) for a, b in pairwise(ends)]
+        return tuple(found)
+
+    def experts_of(self, replica: int, count: int) -> tuple[int, int]:
+        """The experts [lo, hi) of `count` that a replica holds: its share, to the nearest whole expert."""
+        a, b, whole = self._expert_parts[replica]
+        if not self.expert_shares:
+            return count * a // whole, count * b // whole
+        return (2 * count * a + whole) // (2 * whole), (2 * count * b + whole) // (2 * whole)
 
     @cached_property
     def first_samples(self) -> tuple[int, ...]:
@@ -495,7 +525,7 @@ def _reasons(plan: Plan, job: Job, cluster: Cluster) -> Iterator[str]:
         yield from _wrong_context(pipeline, job, f"pipelines[{p}]")
         for s, stage in enumerate(pipeline.stages):
             yield from _wrong_stage(stage, pipeline.copies, job, cluster, used[min(crew.index(p), ways - 1)],
-                                    f"pipelines[{p}].stages[{s}]")
+                                    f"pipelines[{p}].stages[{s}]", spread=plan.expert > 1)
             yield from _wrong_offload(stage, plan, cluster, f"pipelines[{p}].stages[{s}]")
         if any(stage.shares for stage in pipeline.stages):
             yield from _wrong_replication(plan, p)
@@ -507,6 +537,7 @@ def _reasons(plan: Plan, job: Job, cluster: Cluster) -> Iterator[str]:
     if plan.accumulation == "layered":
         yield from _wrong_layers(plan)
     yield from _wrong_sharding(plan)
+    yield from _wrong_experts(plan, job)
     if not plan.synchronous:
         yield from _wrong_asynchronous(plan, job)
     yield from _wrong_waves(plan, job)
@@ -597,8 +628,8 @@ def _wrong_replication(plan: Plan, p: int) -> Iterator[str]:
                f"orders of their own do; the schedule is {plan.schedule}. Take one of them, or `dispatch: split`")
 
 
-def _wrong_stage(stage: Stage, copies: int, job: Job, cluster: Cluster, used: dict[int, str],
-                 where: str) -> Iterator[str]:
+def _wrong_stage(stage: Stage, copies: int, job: Job, cluster: Cluster, used: dict[int, str], where: str, *,
+                 spread: bool) -> Iterator[str]:
     if stage.tensor < 1:
         yield f"{where}.tensor is {stage.tensor}; it must be at least 1"
     elif len(stage.devices) != copies * stage.members * stage.tensor:
@@ -614,7 +645,7 @@ def _wrong_stage(stage: Stage, copies: int, job: Job, cluster: Cluster, used: di
         if rank in used:
             yield f"{where}.devices has {rank}, which {used[rank]} uses already"
         used[rank] = where
-    limits = (*job.model.tensor_limit, ("positions of a sequence", job.seq_len))
+    limits = (*job.model.tensor_limits(shared_experts=spread), ("positions of a sequence", job.seq_len))
     for what, count in limits:
         if count % stage.tensor:
             legal = [d for d in range(1, count + 1) if all(c % d == 0 for _, c in limits)]
@@ -807,6 +838,62 @@ def _wrong_sharding(plan: Plan) -> Iterator[str]:
         for group in groups(n, degree):
             together = [plan.pipelines[p] for p in dict.fromkeys(plan.replicas[k][0] for k in group)]
             yield from _unlike(together, kind, plan.schedule, layered=plan.accumulation == "layered")
+
+
+def _wrong_experts(plan: Plan, job: Job) -> Iterator[str]:
+    n, e = len(plan.replicas), plan.expert
+    if e < 1:
+        yield f"expert is {e}; it must be at least 1"
+    if e <= 1:
+        if plan.expert_shares:
+            yield f"expert_shares is given, but expert is {e}; set expert to the number of replicas that share experts"
+        return
+    if e > n:
+        yield (f"expert is {e}, but the one data-parallel replica has all experts; `tensor` spreads them"
+               if n == 1 else f"expert is {e}; the plan has {n} data-parallel replicas, so at most {n}")
+        return
+    count = min((b.experts for b in job.model.blocks if b.routed), default=0)
+    if not count:
+        yield f"expert is {e}, but {job.model.name} has no routed experts; take 1"
+        return
+    largest = max(map(len, plan.expert_groups))
+    if largest > count and not plan.expert_shares:
+        yield (f"expert is {e}: {largest} replicas would share {count} experts; at most {count}, or say with "
+               "`expert_shares` which replicas hold none")
+    if plan.expert_shares:
+        if len(plan.expert_shares) != n:
+            yield (f"expert_shares has {len(plan.expert_shares)} numbers; the plan has {n} data-parallel replicas, one "
+                   "number for each")
+            return
+        if min(plan.expert_shares) < 0:
+            yield f"expert_shares has {min(plan.expert_shares)}; a share is 0 or more"
+        for group in plan.expert_groups:
+            if not sum(plan.expert_shares[k] for k in group):
+                yield f"expert_shares gives no expert to replicas {group[0]}-{group[-1]}, who share them"
+    if plan.sharding.hierarchical:
+        yield (f"sharding.hierarchical is {plan.sharding.hierarchical}, which cannot go with expert {e}: the holders "
+               "of an expert are not the replicas of a node. Take 0")
+    if plan.shared:
+        yield f"expert is {e}, which cannot go with pipelines that share devices; take 1"
+    if any(pipeline.replicated for pipeline in plan.pipelines):
+        yield (f"expert is {e}, which cannot go with stages that have replicas of their own: these have parts of a "
+               "micro-batch. Take 1, or `replicas` of the pipeline")
+    if not plan.synchronous:
+        yield (f"expert is {e}, but under {plan.schedule} replicas go at their own pace, and those that share experts "
+               "meet in every layer. Take 1, or a synchronous schedule")
+    for group in plan.expert_groups:
+        first, *others = (plan.pipelines[p] for p in dict.fromkeys(plan.replicas[k][0] for k in group))
+        for other in others:
+            if len(first.micro_batches) != len(other.micro_batches):
+                yield (f"expert is {e}, which puts pipelines of {len(first.micro_batches)} and "
+                       f"{len(other.micro_batches)} micro-batches into one group; they meet in every layer of every "
+                       "micro-batch, so the numbers must be equal. Change `micro_batch` or `samples`")
+            if first.chain != other.chain or first.orders(plan.schedule) != other.orders(plan.schedule):
+                yield (f"expert is {e}, which puts pipelines with different stages into one group; they meet in every "
+                       "layer, so their block ranges and orders must be equal")
+            if [s.modes for s in first.stages] != [s.modes for s in other.stages]:
+                yield (f"expert is {e}, which puts pipelines with different recompute into one group; they exchange "
+                       "rows again where a layer is computed again, so it must be equal")
 
 
 def _wrong_hierarchy(plan: Plan, cluster: Cluster) -> Iterator[str]:

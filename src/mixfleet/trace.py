@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 from mixfleet.spec import Spec
 from mixfleet.units import NS_PER_S
 
-CATEGORIES = ("forward", "backward", "recompute", "tensor", "send", "recv", "gather", "reduce", "load", "save",
-              "optimizer", "host")
-"""What a span does. `tensor` is tensor-parallel communication, `gather` and `reduce` move weights and gradients between
-devices, `load` and `save` state from and to host memory."""
+CATEGORIES = ("forward", "backward", "recompute", "tensor", "expert", "send", "recv", "gather", "reduce", "load",
+              "save", "optimizer", "host")
+"""What a span does. `tensor` is tensor-parallel communication, `expert` brings rows to experts and back, `gather` and
+`reduce` move weights and gradients between devices, `load` and `save` state from and to host memory."""
 COMPUTE = ("forward", "backward", "recompute", "optimizer", "host")
 """The categories in which a device computes; the others move bytes."""
 STREAMS = ("compute", "p2p", "gather", "reduce", "load", "save")

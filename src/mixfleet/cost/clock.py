@@ -8,7 +8,7 @@ from mixfleet.catalog import efficiency
 from mixfleet.cluster import Device
 from mixfleet.cost.kernels import BlockCost, Recompute, block_cost, compute_dtype
 from mixfleet.job import Job
-from mixfleet.model.spec import Block
+from mixfleet.model.spec import Block, ExpertShare
 
 
 def held_clock(device: Device, precision: str) -> float:
@@ -31,7 +31,7 @@ def _held_clock(device: Device, precision: str, throttle: float) -> float:
 
 
 def held_cost(block: Block, micro_batch: int, seq_len: int, tensor: int, device: Device, job: Job,
-              recompute: Recompute = "none", context: float = 1) -> BlockCost:
+              recompute: Recompute = "none", context: float = 1, experts: ExpertShare | None = None) -> BlockCost:
     """`block_cost` at the clock that the device holds."""
     return block_cost(block, micro_batch, seq_len, tensor, device, job, recompute, context,
-                      held_clock(device, job.precision))
+                      held_clock(device, job.precision), experts)

@@ -10,6 +10,7 @@ block takes what the slower of the two needs. Measured `BlockTime`s of a device 
 from __future__ import annotations
 
 from functools import lru_cache
+from math import inf
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -28,7 +29,7 @@ from mixfleet.cluster import BlockTime, Device
 from mixfleet.cost import query
 from mixfleet.errors import InputError
 from mixfleet.job import PRECISIONS, Job
-from mixfleet.model.spec import Block, Op
+from mixfleet.model.spec import Block, ExpertShare, Op
 
 Recompute = Literal["none", "selective", "full"]
 OptimizerLoop = Literal["chunked", "foreach", "fused"]
@@ -134,7 +135,7 @@ def visible(op: Op, kv: float) -> float:
     return window - window * window / 2
 
 
-def op_s(op: Op, b: int, s: int, t: int, device: Device, precision: str, *, fused: bool = True,
+def op_s(op: Op, b: int, s: int, t: float, device: Device, precision: str, *, fused: bool = True,
          context: float = 1) -> tuple[float, float]:
     """Seconds of one operator, forward and backward, for micro-batch b, sequence length s, tensor degree t.
 
@@ -174,7 +175,7 @@ def op_s(op: Op, b: int, s: int, t: int, device: Device, precision: str, *, fuse
 _LEARNED = ("fp32", "tf32", "fp16", "bf16")
 
 
-def _learned_s(op: Op, size: tuple[int, int, int, float], device: Device, dtype: str,
+def _learned_s(op: Op, size: tuple[int, int, float, float], device: Device, dtype: str,
                fused: bool) -> tuple[float, float] | None:
     """Seconds of an operator alone, without its launch, forward and backward; None where the roofline is to answer.
 
@@ -217,26 +218,33 @@ def _attention_s(batch: float, q: float, kv: float, heads: float, kv_heads: floa
 
 
 def block_cost(block: Block, micro_batch: int, seq_len: int, tensor: int, device: Device, job: Job,
-               recompute: Recompute = "none", context: float = 1, clock: float = 1) -> BlockCost:
+               recompute: Recompute = "none", context: float = 1, clock: float = 1,
+               experts: ExpertShare | None = None) -> BlockCost:
     """Seconds of a block of `job.model` for one micro-batch on one rank of a tensor-parallel group.
 
-    The rank has `seq_len` positions of a sequence that is `context` times longer. Recompute repeats the whole forward
-    if full, the attention cores if selective. Tensor units run at `clock` times their rate; memory has a clock of its
-    own. Remembered per job, block kind, device and shape.
+    The rank has `seq_len` positions of a sequence that is `context` times longer, and `experts` says what it has of
+    experts that several replicas share. Recompute repeats the whole forward if full, the attention cores if selective.
+    Tensor units run at `clock` times their rate; memory has a clock of its own. Remembered per job, block kind, device
+    and shape.
     """
     memory: dict[tuple[object, ...], BlockCost] = job.__dict__.setdefault("_block_costs", {})
-    key = (block.kind, micro_batch, seq_len, tensor, device, recompute, context, clock)
+    key = (block.kind, micro_batch, seq_len, tensor, device, recompute, context, clock, experts)
     if key not in memory:
-        memory[key] = _block_cost(block, micro_batch, seq_len, tensor, device, job, recompute, context, clock)
+        memory[key] = _block_cost(block, micro_batch, seq_len, tensor, device, job, recompute, context, clock, experts)
     return memory[key]
 
 
 def _block_cost(block: Block, micro_batch: int, seq_len: int, tensor: int, device: Device, job: Job,
-                recompute: Recompute, context: float, clock: float) -> BlockCost:
+                recompute: Recompute, context: float, clock: float, experts: ExpertShare | None) -> BlockCost:
     forward = backward = core = weights = host = back_host = 0.0
     fused = fused_attention(device, job)
     for op in block.ops:
-        f, g = op_s(op, micro_batch, seq_len, tensor, device, job.precision, fused=fused, context=context)
+        shape, part = (micro_batch, seq_len, float(tensor)), context
+        if experts and op.routed:
+            if experts.parts == inf:
+                continue
+            shape, part = (1, experts.tokens, experts.parts), 1.0
+        f, g = op_s(op, *shape, device, job.precision, fused=fused, context=part)
         if op.kind in ("gemm", "attention"):
             f, g = f / clock, g / clock
         forward, backward = forward + f, backward + g
@@ -248,7 +256,7 @@ def _block_cost(block: Block, micro_batch: int, seq_len: int, tensor: int, devic
     if device.kind == "gpu":
         forward, backward = max(forward, host), max(backward, back_host)
     measured = [m for m in device.block_times if m.block == block.kind.partition("#")[0] and m.seq_len == seq_len
-                and m.precision == job.precision and m.tensor == tensor and context == 1]
+                and m.precision == job.precision and m.tensor == tensor and context == 1 and not experts]
     if measured:
         core_part = core / forward if forward else 0.0
         forward, backward = _measured_s(measured, micro_batch)
@@ -283,15 +291,15 @@ def _measured_s(times: list[BlockTime], micro_batch: int) -> tuple[float, float]
     return max(forward, a.forward_s), max(backward, a.backward_s)
 
 
-def accumulate_s(block: Block, tensor: int, device: Device, job: Job) -> float:
+def accumulate_s(block: Block, tensor: int, device: Device, job: Job, experts: ExpertShare | None = None) -> float:
     """Seconds to add the gradients of one micro-batch to those that a rank keeps: read, read and written.
 
     Zero where measured block times of the device have it in their backward.
     """
     if device.block_times:
         return 0.0
-    elements = sum(p.count / (tensor if p.split is not None else 1) for p in block.params
-                   if not p.tied and p.trainable)
+    elements = sum(p.count / (experts.parts if experts and p.role == "expert" else tensor if p.split is not None else 1)
+                   for p in block.params if not p.tied and p.trainable)
     nbytes = elements * (job.bytes.compute_bytes + 2 * job.bytes.gradient_bytes)
     return nbytes / device.memory_Bps / efficiency(device, "elementwise") / device.share
 

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 from mixfleet.cluster import Device
 from mixfleet.cost.kernels import OptimizerLoop, Recompute, fused_attention
 from mixfleet.job import Job
-from mixfleet.model.spec import Block
+from mixfleet.model.spec import Block, ExpertShare
 from mixfleet.spec import Spec
 from mixfleet.units import MiB, show_bytes
 
@@ -61,36 +61,39 @@ def state_bytes(job: Job, weights: int, gradients: int, optimizer: int, start: S
 
 
 def saved_bytes(block: Block, micro_batch: int, seq_len: int, tensor: int, device: Device, job: Job,
-                recompute: Recompute = "none", context: float = 1) -> int:
+                recompute: Recompute = "none", context: float = 1, experts: ExpertShare | None = None) -> int:
     """Bytes that one micro-batch keeps from the forward of a block to its backward.
 
-    Here as below, a rank has `seq_len` positions of a sequence that is `context` times longer.
+    Here as below, a rank has `seq_len` positions of a sequence that is `context` times longer, and `experts` says what
+    it has of experts that several replicas share.
     """
     if block.idle_backward:
         return 0
     fused, frozen = fused_attention(device, job), block.trained_part == 0
-    kept = _KEPT[recompute]
+    kept, shape = _KEPT[recompute], (micro_batch, seq_len, tensor, context)
+    routed = (1, experts.tokens, experts.parts) if experts else shape
     return round(sum(
-        tensor_.size.at(micro_batch, seq_len, tensor, context) * tensor_.element_bytes(job.bytes.compute_bytes)
+        tensor_.size.at(*(routed if tensor_.routed else shape)) * tensor_.element_bytes(job.bytes.compute_bytes)
         for tensor_ in block.saved if tensor_.until in kept and tensor_.held(device.kind, fused=fused)
         and not (frozen and tensor_.for_weights)))
 
 
 def recompute_bytes(block: Block, micro_batch: int, seq_len: int, tensor: int, device: Device, job: Job,
-                    recompute: Recompute, context: float = 1) -> int:
+                    recompute: Recompute, context: float = 1, experts: ExpertShare | None = None) -> int:
     """Bytes that the backward of one block brings back for its own duration: what recompute had dropped."""
-    whole, kept = (saved_bytes(block, micro_batch, seq_len, tensor, device, job, mode, context)
+    whole, kept = (saved_bytes(block, micro_batch, seq_len, tensor, device, job, mode, context, experts)
                    for mode in ("none", recompute))
     return whole - kept
 
 
 def workspace_bytes(block: Block, micro_batch: int, seq_len: int, tensor: int, device: Device, job: Job,
-                    context: float = 1) -> int:
+                    context: float = 1, experts: ExpertShare | None = None) -> int:
     """Bytes of temporaries while the block computes: the fp32 softmax over the vocabulary in a head, gradients inside
     an MLP, of all keys and values of a shared sequence, or scores and their gradient in attention that is not fused;
     at least the gradient that goes on."""
     shape = (micro_batch, seq_len, tensor, context)
-    others = [block.temporaries.at(*shape), block.boundary.at(*shape)]
+    routed = (1, experts.tokens, experts.parts) if experts else shape
+    others = [block.temporaries.at(*shape) + block.routed_temporaries.at(*routed), block.boundary.at(*shape)]
     if context != 1:
         others.append(sum(c.size.at(*shape) for c in block.context_comm if c.phase == "backward"))
     if not fused_attention(device, job):

@@ -42,13 +42,14 @@ def blocks(c: TransformerConfig) -> Iterator[Block]:
 
 
 def _block(name: str, role: str, c: TransformerConfig, part: Part, *, boundary: Size, workspace: Size | None = None,
-           temporaries: Size | None = None, unfused_temporaries: Size | None = None) -> Block:
+           temporaries: Size | None = None, unfused_temporaries: Size | None = None,
+           routed_temporaries: Size | None = None) -> Block:
     """A block of the part; its kind is a name for its content, so equal blocks of different models are of one kind."""
     content = msgspec.json.encode((part.params, part.ops, part.saved, part.comms))
     return Block(name=name, kind=f"{role}@{sha256(content).hexdigest()[:8]}", params=part.params, ops=part.ops,
                  saved=part.saved, boundary=boundary, workspace=workspace or Size(), temporaries=temporaries or Size(),
-                 unfused_temporaries=unfused_temporaries or Size(), tensor_comm=part.comms,
-                 context_comm=part.context)
+                 unfused_temporaries=unfused_temporaries or Size(),
+                 routed_temporaries=routed_temporaries or Size(), tensor_comm=part.comms, context_comm=part.context)
 
 
 def _embedding(c: TransformerConfig) -> Part:
@@ -109,15 +110,15 @@ def _layer(c: TransformerConfig, routed: bool, window: int) -> Block:
         part += norm_input("norm2.input", SHARD * c.hidden, c.norm)
         part += feed(normed("norm2")) + after("mlp.norm") + residual("add2", c.hidden)
 
-    wide = c.ffn
+    gates = 2 if c.gated else 1
+    gradients, at_experts = ROWS * c.ffn * gates / T + ROWS * c.hidden, Size()
     if routed and c.experts:
-        wide = c.experts.per_token * c.experts.ffn + c.experts.shared_ffn
-    rows = SHARD * c.experts.per_token if routed and c.experts else ROWS
-    gradients = ROWS * wide * (2 if c.gated else 1) / T + rows * c.hidden
+        gradients = ROWS * c.experts.shared_ffn * gates / T
+        at_experts = SHARD * c.experts.per_token * (c.experts.ffn * gates + c.hidden)
     scores = next(B * op.shape["heads"] * S * WHOLE for op in part.ops if op.kind == "attention")
     freed = sum((s.size for s in part.saved if s.name.startswith("mlp.")), Size())
     role = "layer" + (".moe" if routed else "") + (".window" if window else "")
-    return _block("", role, c, part, boundary=SHARD * c.hidden, temporaries=gradients,
+    return _block("", role, c, part, boundary=SHARD * c.hidden, temporaries=gradients, routed_temporaries=at_experts,
                   unfused_temporaries=2 * scores + 2 * ROWS * c.hidden + -1 * freed)
 
 

@@ -41,6 +41,12 @@ def keep(name: str, size: Size, until: Literal["none", "selective", "full"] = "s
                              for_weights=for_weights, device=device),))
 
 
+def at_experts(part: Part) -> Part:
+    """The part as one that works on the rows that come to the experts of a rank."""
+    return Part(part.params, tuple(op.replace(routed=True) for op in part.ops),
+                tuple(saved.replace(routed=True) for saved in part.saved), part.comms, part.context)
+
+
 def norm_input(name: str, size: Size, kind: str) -> Part:
     """The input of a norm, where nothing else keeps it. On a CPU RMSNorm works on an fp32 copy of 16-bit inputs."""
     if kind == "layernorm":
@@ -240,7 +246,8 @@ def moe(c: TransformerConfig, experts: Experts, input_part: Part) -> Part:
     """Router, routed experts, and the shared MLP; to the shard of their sum.
 
     Every rank routes the tokens of its shard. It has some of the experts whole, and rows go to the ranks that have
-    theirs and come back. Routing is even, up to `Experts.skew` of the rank that counts.
+    theirs and come back. Routing is even, up to `Experts.skew` of the rank that counts. What is `routed` is written as
+    it is where a tensor group has all experts (`ExpertShare`).
     """
     routed = SHARD * experts.per_token
     busy = routed * (Size.of(experts.skew) + Size.of(1 - experts.skew) / T)
@@ -253,13 +260,15 @@ def moe(c: TransformerConfig, experts: Experts, input_part: Part) -> Part:
     part += keep("mlp.expert_index", routed, bytes_per_element=8)
     part += elementwise("mlp.dispatch", routed, c.hidden, (2, 2)) + spread(routed * c.hidden, 1)
     part += Part(comms=(TensorComm(op="all_to_all", phase="forward", size=count, bytes_per_element=8),))
-    part += keep("mlp.expert_in", busy * c.hidden)
+    computed = keep("mlp.expert_in", busy * c.hidden)
     for which in ("gate", "up"):
-        part += Part((Param(name=f"mlp.experts.{which}.weight", shape=(experts.count, experts.ffn, c.hidden), split=0,
-                            role="expert"),), (gemm(f"mlp.experts.{which}", here, each, width, Size.of(c.hidden)),))
-    part += activation("mlp.experts", c.activation, True, busy, width)
-    part += Part((Param(name="mlp.experts.down.weight", shape=(experts.count, c.hidden, experts.ffn), split=0,
-                        role="expert"),), (gemm("mlp.experts.down", here, each, Size.of(c.hidden), width),))
+        computed += Part((Param(name=f"mlp.experts.{which}.weight", shape=(experts.count, experts.ffn, c.hidden),
+                                split=0, role="expert"),),
+                         (gemm(f"mlp.experts.{which}", here, each, width, Size.of(c.hidden)),))
+    computed += activation("mlp.experts", c.activation, True, busy, width)
+    computed += Part((Param(name="mlp.experts.down.weight", shape=(experts.count, c.hidden, experts.ffn), split=0,
+                            role="expert"),), (gemm("mlp.experts.down", here, each, Size.of(c.hidden), width),))
+    part += at_experts(computed)
     part += spread(routed * c.hidden, 1)
     part += keep("mlp.expert_out", routed * c.hidden) + elementwise("mlp.combine", routed, c.hidden, (2, 3))
     if experts.shared_ffn:

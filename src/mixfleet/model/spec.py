@@ -93,6 +93,21 @@ class Op(Spec, frozen=True, kw_only=True):
     causal: bool = False
     window: int = 0
     """Sliding-window length of attention; 0 is none."""
+    routed: bool = False
+    """Of the rows that come to the experts of a rank: where several replicas share these, see `ExpertShare`."""
+
+
+class ExpertShare(NamedTuple):
+    """What a rank has of routed experts that several replicas share (expert parallelism).
+
+    Sizes of what is `routed` are taken at micro-batch 1, sequence length `tokens` and tensor degree `parts`: all who
+    share the experts are like one large tensor group, of which each rank holds a part that need not be equal.
+    """
+
+    tokens: int
+    """Of one micro-batch, over all replicas that share the experts."""
+    parts: float
+    """All experts over those that the rank holds; infinite if it holds none."""
 
 
 class Param(Spec, frozen=True, kw_only=True):
@@ -137,7 +152,8 @@ class Saved(Spec, frozen=True, kw_only=True):
     """Held only where attention is fused: statistics of its rows."""
     unfused_only: bool = False
     """Held only where attention is not fused (no flash attention): the s*s scores."""
-
+    routed: bool = False
+    """As `Op.routed`."""
 
     def element_bytes(self, compute_bytes: int) -> int:
         """Bytes per element where the compute type has so many."""
@@ -154,7 +170,8 @@ class Saved(Spec, frozen=True, kw_only=True):
 class TensorComm(Spec, frozen=True, kw_only=True):
     """A collective inside a tensor or context group; it carries `size` elements in total (the gathered tensor).
 
-    Of an all-to-all, `size` is what one rank has for all, itself included, if routing is even.
+    An all-to-all brings rows to the experts and back, over the replicas that share these, too; `size` is what one rank
+    has for all experts, its own included.
     `bytes_per_element` is None for the compute type, 4 for fp32 (or the compute type, if that is wider).
     """
 
@@ -162,6 +179,11 @@ class TensorComm(Spec, frozen=True, kw_only=True):
     phase: Literal["forward", "backward"]
     size: Size
     bytes_per_element: int | None = None
+
+    @property
+    def routed(self) -> bool:
+        """Whether it brings rows to experts and back."""
+        return self.op == "all_to_all"
 
 
 class Block(Spec, frozen=True, kw_only=True, dict=True):
@@ -182,6 +204,8 @@ class Block(Spec, frozen=True, kw_only=True, dict=True):
     """Elements, in the compute type, that backward holds at its peak beyond all saved ones: gradients in the MLP."""
     unfused_temporaries: Size = Size()
     """The same where attention is not fused and its scores are the peak; the larger of the two counts."""
+    routed_temporaries: Size = Size()
+    """What adds to `temporaries` for the rows that come to a rank's experts, see `Op.routed`."""
     tensor_comm: tuple[TensorComm, ...] = ()
     context_comm: tuple[TensorComm, ...] = ()
     """Keys and values, and their gradients, among the ranks that hold parts of one sequence."""
@@ -193,6 +217,16 @@ class Block(Spec, frozen=True, kw_only=True, dict=True):
     def count(self) -> int:
         """Parameters that this block owns (tied ones belong to where they point)."""
         return sum(p.count for p in self.params if not p.tied)
+
+    @cached_property
+    def routed(self) -> bool:
+        """Whether it has routed experts."""
+        return any(p.role == "expert" for p in self.params)
+
+    @cached_property
+    def experts(self) -> int:
+        """Number of its routed experts."""
+        return next((p.shape[0] for p in self.params if p.role == "expert"), 0)
 
     @cached_property
     def trained_part(self) -> float:
@@ -221,6 +255,11 @@ class Model(Spec, frozen=True, kw_only=True, dict=True):
     config: dict[str, Any] = {}
     tensor_limit: tuple[tuple[str, int], ...] = ()
     """Counts that a tensor degree must divide, such as `(("attention heads", 32), ("key/value heads", 8))`."""
+
+    def tensor_limits(self, *, shared_experts: bool) -> tuple[tuple[str, int], ...]:
+        """`tensor_limit`; where replicas share experts, each has some of them, which its tensor group may cut at will.
+        """
+        return tuple(limit for limit in self.tensor_limit if not (shared_experts and limit[0] == "experts"))
 
     @cached_property
     def count(self) -> int:

@@ -5,7 +5,9 @@ first, each with the cut dimension moved to the front. So every tensor-parallel 
 the degree. Elements that the same ranks hold in every replica form a *column* with coordinates [0, size) of its own
 (without tensor parallelism the whole block is one column; with it there is one column per slice and one for the
 replicated tensors). Inside a column the replicas of a group cut the interval into pieces, and all communication of
-state is moves of pieces. Groups of unequal size and replicas of unequal tensor degree just give other cuts.
+state is moves of pieces. Groups of unequal size and replicas of unequal tensor degree just give other cuts. Where
+replicas share experts, a column of experts has holders in some replicas only, one in each group that shares them; of a
+group that cuts state, those who hold a column cut it.
 
 All ranks in here are posts (`Plan.posts`): a rank that stands in several pipelines counts once in each.
 """
@@ -57,6 +59,8 @@ class Column(NamedTuple):
     holders: tuple[tuple[int, ...], ...]
     spans: tuple[tuple[int, int], ...]
     size: int
+    partial: bool = False
+    """Of experts that replicas share: not every replica has holders."""
 
 
 class Place(NamedTuple):
@@ -101,6 +105,8 @@ class Comm(NamedTuple):
     op: Literal["all_reduce", "all_gather", "reduce_scatter"]
     ranks: tuple[int, ...]
     elements: int
+    turn: int = 0
+    """Collectives of equal turn happen at the same time; those of shared experts follow those of all else."""
 
 
 def cut(size: int, pieces: int, index: int) -> tuple[int, int]:
@@ -126,6 +132,8 @@ class Layout:
         self.piece = cache(self._piece)
         self._ends = cache(self._all_pieces)
         self.columns = cache(self._columns)
+        self._expert_holders = cache(self._find_expert_holders)
+        self._positions = cache(self._find_positions)
         self.comms = cache(self._comms)
         self.gather, self.publish = cache(self._gather), cache(self._publish)
         self.reduce, self.sync = cache(self._reduce), cache(self._sync)
@@ -231,7 +239,9 @@ class Layout:
     @property
     def irregular(self) -> bool:
         """Whether state moves otherwise than in equal pieces and in one stage: `comms` then only resembles it."""
-        return bool(self._shares or self.plan.sharding.hierarchical or self.plan.shared
+        uneven = self.plan.expert > 1 and (len(set(self.plan.expert_shares)) > 1
+                                           or len({len(group) for group in self.plan.expert_groups}) > 1)
+        return bool(self._shares or self.plan.sharding.hierarchical or self.plan.shared or uneven
                     or any(pipeline.replicated for pipeline in self.plan.pipelines))
 
     def share(self, replica: int) -> tuple[tuple[int, int], ...]:
@@ -241,6 +251,31 @@ class Layout:
 
     # --- columns and pieces ------------------------------------------------------------------------------------
 
+    def rows(self, tensor: Tensor, post: int) -> tuple[int, int]:
+        """The indices [lo, hi) of a tensor's cut dimension that a post computes with."""
+        if tensor.param.split is None:
+            return 0, tensor.rows
+        place = self.places[post]
+        degree = self.plan.pipelines[place.pipeline].stages[place.stage].tensor
+        if tensor.param.role != "expert":
+            return cut(tensor.rows, degree, place.tensor_index)
+        lo, hi = self.plan.experts_of(place.replica, tensor.rows)
+        a, b = cut(hi - lo, degree, place.tensor_index)
+        return lo + a, lo + b
+
+    def _find_expert_holders(self, stages: tuple[tuple[int, ...], ...], count: int
+                             ) -> tuple[tuple[int, int, tuple[tuple[int, ...], ...]], ...]:
+        """(from, to, holders in every replica) of `count` experts of a layer on these stages of the pipelines."""
+        ranges: list[list[tuple[int, int, int]]] = []
+        for k, (p, r) in enumerate(self._replicas):
+            lo, hi = self.plan.experts_of(k, count)
+            ranges.append([(lo + a, lo + b, post) for s in stages[p]
+                           for j, post in enumerate(self.plan.posts(p, s, r))
+                           for a, b in (cut(hi - lo, self.plan.pipelines[p].stages[s].tensor, j),)])
+        points = sorted({x for found in ranges for a, b, _ in found for x in (a, b)})
+        return tuple((x, y, tuple(tuple(post for a, b, post in found if a <= x < b) for found in ranges))
+                     for x, y in pairwise(points))
+
     def _columns(self, u: int) -> tuple[Column, ...]:
         unit = self.units[u]
         stages = tuple(tuple(s for s, stage in enumerate(p.stages)
@@ -248,7 +283,13 @@ class Layout:
                        for p in self.plan.pipelines)
         degrees = sorted({self.plan.pipelines[p].stages[s].tensor for p, found in enumerate(stages) for s in found})
         spans: dict[tuple[int, ...] | None, list[tuple[int, int]]] = {}
+        shared: dict[tuple[tuple[int, ...], ...], list[tuple[int, int]]] = {}
         for tensor in unit.tensors:
+            if tensor.param.role == "expert" and self.plan.expert > 1:
+                for a, b, holding in self._expert_holders(stages, tensor.rows):
+                    shared.setdefault(holding, []).append((tensor.offset + a * tensor.row,
+                                                           tensor.offset + b * tensor.row))
+                continue
             if tensor.param.split is None or degrees == [1]:
                 spans.setdefault(None, []).append((tensor.offset, tensor.offset + tensor.elements))
                 continue
@@ -268,17 +309,40 @@ class Layout:
                         ranks += mine if slice_ is None else [mine[slice_[degrees.index(stage.tensor)]]]
                 holders.append(tuple(ranks))
             columns.append(Column(tuple(holders), tuple(parts), sum(b - a for a, b in parts)))
+        columns += [Column(holding, tuple(parts), sum(b - a for a, b in parts), partial=True)
+                    for holding, parts in shared.items()]
         return tuple(columns)
 
     def _piece(self, kind: Kind, u: int, column: int, replica: int) -> tuple[int, int]:
         """The interval of a column whose state of this kind `replica` holds."""
         if kind != "weights" and self.units[u].frozen:
             return 0, 0
+        found = self.columns(u)[column]
+        if found.partial and not found.holders[replica]:
+            return 0, 0
         if kind == "gradients" and not self._reduces(u):
-            return 0, self.columns(u)[column].size
-        first, last, whole = self._index[kind][replica]
-        size = self.columns(u)[column].size
-        return size * first // whole, size * last // whole
+            return 0, found.size
+        first, last, whole = (self._positions(kind, found.holders)[replica] if found.partial
+                              else self._index[kind][replica])
+        return found.size * first // whole, found.size * last // whole
+
+    def _find_positions(self, kind: Kind, holders: tuple[tuple[int, ...], ...]) -> dict[int, tuple[int, int, int]]:
+        """As `_index`, for those replicas of each group that hold a column, in the same order."""
+        result: dict[int, tuple[int, int, int]] = {}
+        for group in self._groups[kind]:
+            members = sorted((k for k in group if holders[k]), key=lambda k: (self._index[kind][k][0], k))
+            shares = [self._shares[k] for k in members] if self._shares else []
+            ends = [0, *accumulate(shares if sum(shares) and len(members) > 1 else [1] * len(members))]
+            result |= {k: (a, b, ends[-1]) for k, (a, b) in zip(members, pairwise(ends))}
+        return result
+
+    def counts(self, u: int, column: int, post: int) -> bool:
+        """Whether what a post holds of a column is counted there in sums over all state, and written to checkpoints:
+        it is in the first group, of those that cut it, that holds it."""
+        kind: Kind = "weights" if self.units[u].frozen else "optimizer"
+        holders, replica = self.columns(u)[column].holders, self.places[post].replica
+        first = next(group for group in self._groups[kind] if any(holders[k] for k in group))
+        return replica in first and holders[replica][0] == post
 
     def _all_pieces(self, kind: Kind, u: int, column: int) -> list[tuple[int, int]]:
         """Those of all replicas."""
@@ -312,12 +376,10 @@ class Layout:
 
         The buffer is the concatenation of the rank's slices of the unit's tensors, in the unit's order.
         """
-        place = self.places[rank]
-        degree = self.plan.pipelines[place.pipeline].stages[place.stage].tensor
         starts = []
         total = 0
         for tensor in self.units[u].tensors:
-            lo, hi = (0, tensor.rows) if tensor.param.split is None else cut(tensor.rows, degree, place.tensor_index)
+            lo, hi = self.rows(tensor, rank)
             starts.append((tensor.offset + lo * tensor.row, tensor.offset + hi * tensor.row, total))
             total += (hi - lo) * tensor.row
         found: list[tuple[int, int, int]] = []
@@ -443,8 +505,8 @@ class Layout:
 
     def _owners(self, kind: Kind, u: int, c: int, at: int) -> list[int]:
         """The replica, per group, that owns element `at` of a column."""
-        return [next(k for k in group if self.piece(kind, u, c, k)[0] <= at < self.piece(kind, u, c, k)[1])
-                for group in self._groups[kind]]
+        return [k for group in self._groups[kind] for k in group
+                if self.piece(kind, u, c, k)[0] <= at < self.piece(kind, u, c, k)[1]]
 
     def stages(self, op: str, u: int) -> tuple[tuple[Move, ...], ...]:
         """The moves of a G, R, Y or P action of unit `u`, over all ranks, in stages that follow each other."""
@@ -478,19 +540,26 @@ class Layout:
     def _comms(self, op: str, u: int, rank: int) -> tuple[Comm, ...]:
         """The collectives of an action as `rank` sees them, one after another.
 
-        All columns that the rank holds move in one exchange; it is priced over the ranks of the largest column.
+        All columns that the rank holds move in one exchange, those of experts that replicas share in another; each is
+        priced over the ranks of its largest column.
         """
         if not self.units[u].elements or not self.needed(op, u):
             return ()
+        columns, held = self.columns(u), self.held(u, rank)
+        return tuple(comm._replace(turn=comm.turn + 2 * partial) for partial in (False, True)
+                     if (mine := [c for c in held if columns[c].partial == partial])
+                     for comm in self._comms_of(op, u, rank, mine, partial=partial)
+                     if len(comm.ranks) > 1 or not partial)
+
+    def _comms_of(self, op: str, u: int, rank: int, held: list[int], *, partial: bool) -> tuple[Comm, ...]:
         k = self.places[rank].replica
-        held = self.held(u, rank)
         main = max(held, key=lambda c: (self.columns(u)[c].size, -c))
         holders = self.columns(u)[main].holders
         side = holders[k].index(rank)
         total = sum(self.columns(u)[c].size for c in held)
 
         def ranks(replicas: Iterable[int]) -> tuple[int, ...]:
-            return tuple(sorted(_peer(holders[q], side) for q in replicas))
+            return tuple(sorted(_peer(holders[q], side) for q in replicas if holders[q]))
 
         if op == GATHER:
             return (Comm("all_gather", ranks(self.group("weights", k)), total),)
@@ -517,12 +586,13 @@ class Layout:
         share = total * _length(given) // max(1, self.columns(u)[main].size)
         owned = self.piece("optimizer", u, main, k)
         targets = ranks(sharing("optimizer", owned, everyone))
-        if self._degree["optimizer"] == (self._degree["gradients"] if self._reduces(u) else 1):
+        if self._degree["optimizer"] == (self._degree["gradients"] if self._reduces(u) else 1) or (
+                partial and owned == given):
             return (Comm("all_reduce", sources, share),)
         scatter = Comm("reduce_scatter", sources, share)
         if len(targets) == 1:
             return (scatter,)
-        return (scatter, Comm("all_gather", targets, total * _length(owned) // max(1, self.columns(u)[main].size)))
+        return (scatter, Comm("all_gather", targets, total * _length(owned) // max(1, self.columns(u)[main].size), 1))
 
 
 def _unit(number: int, name: str, blocks: tuple[int, ...], params: list[tuple[str, Param]]) -> Unit:

@@ -135,8 +135,9 @@ def _missed(miss: NearestMiss | None) -> list[tuple[str, str]]:
 
 # What happened
 
-_GROUPS = {"forward": ("forward",), "backward": ("backward", "recompute"), "activations": ("tensor", "send", "recv"),
-           "state": ("gather", "reduce", "load", "save"), "optimizer": ("optimizer",)}
+_GROUPS = {"forward": ("forward",), "backward": ("backward", "recompute"),
+           "activations": ("tensor", "expert", "send", "recv"), "state": ("gather", "reduce", "load", "save"),
+           "optimizer": ("optimizer",)}
 
 
 def trace(this: Trace) -> View:

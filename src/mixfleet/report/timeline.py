@@ -14,7 +14,8 @@ from math import floor, log10
 from mixfleet.trace import CATEGORIES, STREAMS, MemoryMark, Span, Trace
 from mixfleet.units import show_bytes, show_seconds
 
-COLOURS = {"forward": "#5b8fd6", "backward": "#2f5fa8", "recompute": "#9db9e0", "tensor": "#e08a3c", "send": "#c2577f",
+COLOURS = {"forward": "#5b8fd6", "backward": "#2f5fa8", "recompute": "#9db9e0", "tensor": "#e08a3c",
+           "expert": "#b8642a", "send": "#c2577f",
            "recv": "#dfa3ba", "gather": "#3f9e8f", "reduce": "#8457b0",
            "load": "#7c9a5b", "save": "#a3b98a", "optimizer": "#d4b13c", "host": "#a3a3a3"}
 """Blues compute; every kind of communication has a hue of its own."""

@@ -73,10 +73,11 @@ def apart(plan: Plan) -> Plan:
 def with_samples(plan: Plan, samples: Sequence[int]) -> Plan:
     """A plan of single replicas with other samples. Micro-batches keep their size, so that memory does.
 
-    Where replicas exchange at every micro-batch they need equally many: as many as now, or the next number that works.
+    Where replicas exchange at every micro-batch, or share experts, they need equally many: as many as now, or the next
+    number that works.
     """
     sizes = [min(p.micro_batch, n) for p, n in zip(plan.pipelines, samples)]
-    if plan.sharding.gradients > 1 and plan.accumulation == "plain":
+    if (plan.sharding.gradients > 1 and plan.accumulation == "plain") or plan.expert > 1:
         now = min(len(plan.pipelines[0].micro_batches), min(samples))
         count = next(c for c in (*range(now, min(samples) + 1), *range(now, 0, -1))
                      if all(-(-n // -(-n // c)) == c for n in samples))

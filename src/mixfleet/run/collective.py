@@ -236,6 +236,13 @@ class Groups:
         """The tensor-parallel group of each rank that has one."""
         self.context: dict[int, Any] = {}
         """The group of each rank that shares its sequences: those of equal tensor index in the parts."""
+        self.expert: dict[int, tuple[Any, tuple[int, ...]]] = {}
+        """The group of each rank that shares experts with other replicas, and its ranks in the order of these."""
+        for members in plan.expert_groups if plan.expert > 1 else ():
+            places = [plan.replicas[k] for k in members]
+            for s in range(len(plan.pipelines[places[0][0]].stages)):
+                ranks = tuple(rank for p, r in places for rank in plan.pipelines[p].stages[s].ranks(r))
+                self.expert.update(dict.fromkeys(ranks, (self._make(ranks), ranks)))
         for pipeline in plan.pipelines:
             for stage in pipeline.stages:
                 groups = [stage.ranks(r, member) for r in range(pipeline.copies) for member in range(stage.members)]

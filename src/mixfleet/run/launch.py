@@ -98,7 +98,10 @@ class RankReport(Spec, frozen=True, kw_only=True):
     peak_bytes: int
     """Most that the allocator of a GPU held; 0 on a CPU."""
     sent: dict[str, int]
-    """Payload bytes sent in all steps, by `kind@destination`; kinds are those of actions, `T` is tensor parallelism."""
+    """Payload bytes sent in all steps, by `kind@destination`; kinds are those of actions, `T` is tensor parallelism,
+    `K` keys and values of shared sequences, `E` rows to experts and back."""
+    routed: dict[str, list[int]] = {}
+    """By block with routed experts, the rows that this rank sent to each expert, forwards done again included."""
     met: tuple[Met, ...] = ()
     """Asynchronous runs: what the last micro-batches met."""
 

@@ -63,7 +63,7 @@ def build_blocks(model: Model, indices: Iterable[int], group: TensorGroup = ALON
     Raises InputError for a model that cannot be trained, and for a group that does not divide the heads.
     """
     config = trainable_config(model)
-    for what, count in model.tensor_limit:
+    for what, count in model.tensor_limits(shared_experts=group.experts is not None):
         if count % group.size:
             raise InputError(f"tensor is {group.size}; it must divide the {count} {what} of {model.name}")
     last = len(model.blocks) - 1
@@ -123,8 +123,16 @@ def _param(model: Model, key: str) -> Param:
     return next(p for b in model.blocks if b.name == block for p in b.params if p.name == name)
 
 
+def _part(param: Param, group: TensorGroup) -> slice:
+    """What a rank has of a parameter's cut dimension."""
+    count = param.shape[param.split or 0]
+    if param.role == "expert" and group.experts:
+        return group.experts.experts_of(count)[group.experts.rank]
+    return group.slice_of(count)
+
+
 def _slice_shape(param: Param, group: TensorGroup) -> tuple[int, ...]:
-    cut = group.slice_of(param.shape[param.split or 0])
+    cut = _part(param, group)
     return tuple(cut.stop - cut.start if d == param.split else n for d, n in enumerate(param.shape))
 
 
@@ -132,7 +140,7 @@ def _initial_slice(model: Model, seed: int, key: str, group: TensorGroup) -> Ten
     param = _param(model, key)
     if param.split is None:
         return initial_values(model, seed, key, 0, param.count).view(param.shape)
-    cut, row = group.slice_of(param.shape[param.split]), param.count // param.shape[param.split]
+    cut, row = _part(param, group), param.count // param.shape[param.split]
     rest = [n for d, n in enumerate(param.shape) if d != param.split]
     return initial_values(model, seed, key, cut.start * row, cut.stop * row).view(-1, *rest).movedim(0, param.split)
 
@@ -153,6 +161,8 @@ class _Block(nn.Module):
         super().__init__()
         self.config, self.group, self.fused, self.selective = config, group, attention == "fused", selective
         self.context = group.context
+        self.routed: Tensor | None = None
+        """Rows that went to each expert so far."""
 
     def params(self) -> dict[str, Tensor]:
         return dict(self.named_parameters())
@@ -287,7 +297,7 @@ class Layer(_Block):
 
         Rows go to the ranks that hold their experts, and come back. No expert turns any away.
         """
-        experts = self.config.experts
+        experts, group = self.config.experts, self.group.experts or self.group
         assert experts is not None
         rows = x.flatten(0, 1)
         probability, chosen = F.linear(rows, params["mlp.router.weight"]).softmax(-1, dtype=wide(x.dtype)).topk(
@@ -295,12 +305,15 @@ class Layer(_Block):
         if experts.normalized:
             probability = probability / probability.sum(-1, keepdim=True)
         order = chosen.flatten().argsort(stable=True)
-        counts = torch.bincount(chosen.flatten(), minlength=experts.count).view(self.group.size, -1)
-        here = (self.group.all_to_all(counts, [1] * self.group.size, [1] * self.group.size)
-                if self.group.size > 1 else counts).cpu()
-        sent, received = counts.sum(1).tolist(), here.sum(1).tolist()
-        back = swap_rows(self.experts(swap_rows(rows[order // experts.per_token], sent, received, self.group),
-                                      here, params), received, sent, self.group)
+        counts = torch.bincount(chosen.flatten(), minlength=experts.count)
+        self.routed = counts if self.routed is None else self.routed + counts
+        held = [part.stop - part.start for part in group.experts_of(experts.count)]
+        mine = held[group.rank]
+        here = group.all_to_all(counts, held, [mine] * group.size) if group.size > 1 else counts
+        here = here.view(group.size, mine).cpu()
+        sent, received = [int(part.sum()) for part in torch.split(counts.cpu(), held)], here.sum(1).tolist()
+        back = swap_rows(self.experts(swap_rows(rows[order // experts.per_token], sent, received, group),
+                                      here, params), received, sent, group)
         mixed = back[order.argsort()].view(len(rows), experts.per_token, -1) * probability.to(x.dtype).unsqueeze(-1)
         out = mixed.sum(1).view_as(x)
         if experts.shared_ffn:
@@ -311,8 +324,10 @@ class Layer(_Block):
     def experts(self, rows: Tensor, counts: Tensor, params: dict[str, Tensor]) -> Tensor:
         """Rows [n, h] through the experts that this rank has; `counts` [ranks, experts here] says how they lie."""
         activation = _ACTIVATIONS[self.config.activation]
-        pieces = torch.split(rows, counts.flatten().tolist())
         number, ways = counts.shape[1], ("gate", "up", "down")
+        if not number:  # no rows either; those who have some wait for what backward sends, if experts are trained
+            return rows + sum(params[f"mlp.experts.{which}.weight"].sum() for which in ways)
+        pieces = torch.split(rows, counts.flatten().tolist())
         weights = zip(*(params[f"mlp.experts.{which}.weight"].unbind(0) for which in ways))
         done: list[tuple[Tensor, ...]] = []
         for e, (gate, up, down) in enumerate(weights):

@@ -130,7 +130,7 @@ class Recorder:
         spans: list[Span] = []
         if self._base:
             torch.cuda.synchronize()
-        inner = sorted((start, end) for _, _, category, start, end in self._raw if category == "tensor")
+        inner = sorted((start, end) for _, _, category, start, end in self._raw if category in ("tensor", "expert"))
         for stream, name, category, start, end in self._raw:
             a, b = self._ns(start), self._ns(end)
             if category in _BLOCKS:

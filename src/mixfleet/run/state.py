@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from mixfleet.job import Job
 from mixfleet.plan import Offload
 from mixfleet.program.action import GATHER, REDUCE
-from mixfleet.program.layout import Kind, Layout, cut
+from mixfleet.program.layout import Kind, Layout
 from mixfleet.run.collective import Flat, Part, cut_alike
 from mixfleet.run.optim import FlatOptimizer, Run
 from mixfleet.schedule.asynchronous import CURRENT
@@ -52,7 +52,7 @@ class Unit:
         numbers, place = Numbers.of(job), layout.places[rank]
         self.index, self._layout = index, layout
         self.sharded, self.reduced = layout.needed(GATHER, index), layout.needed(REDUCE, index)
-        held, columns = layout.held(index, rank), layout.columns(index)
+        held = layout.held(index, rank)
 
         def pieces(kind: Kind) -> list[tuple[int, int, int]]:
             return [(c, *layout.piece(kind, index, c, place.replica)) for c in held]
@@ -71,9 +71,7 @@ class Unit:
         self.value = Flat.packed(owned, numbers.master, device) if numbers.master else self.updated
         self._stored = pieces("weights") if frozen else owned
         """Intervals whose weights, and moments if they are trained, are read from checkpoints."""
-        first = place.replica in layout.group("weights" if frozen else "optimizer", 0)
-        self.counted = [piece for piece in self._stored
-                        if first and columns[piece[0]].holders[place.replica][0] == rank]
+        self.counted = [piece for piece in self._stored if layout.counts(index, piece[0], rank)]
         """Those that this rank alone adds to the norm and writes to checkpoints."""
         self.kept = pieces("weights") if self.sharded else []
         """Intervals of sharded weights that stay here between steps."""
@@ -329,11 +327,9 @@ def bind(unit: Unit, modules: dict[int, nn.Module], layout: Layout, rank: int) -
 
     A tensor lies with its cut dimension first, so a parameter cut along a later dimension is a transposed view.
     """
-    place = layout.places[rank]
-    degree = layout.plan.pipelines[place.pipeline].stages[place.stage].tensor
     at = 0
     for tensor in layout.units[unit.index].tensors:
-        lo, hi = (0, tensor.rows) if tensor.param.split is None else cut(tensor.rows, degree, place.tensor_index)
+        lo, hi = layout.rows(tensor, rank)
         count = (hi - lo) * tensor.row
         for b in layout.units[unit.index].blocks:
             for spec in layout.model.blocks[b].params if b in modules else ():

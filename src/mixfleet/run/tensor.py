@@ -35,11 +35,22 @@ class TensorGroup:
         self.on_comm = on_comm
         self.context: ContextGroup | None = None
         """Those who hold the other parts of this group's sequences, where these are shared."""
+        self.experts: ExpertGroup | None = None
+        """Those who share routed experts with this group, where several replicas do."""
         self._direct = process_group is not None and "gloo" in dist.get_backend(process_group)
 
     def slice_of(self, length: int) -> slice:
         """This rank's part of a dimension: [length * rank // size, length * (rank + 1) // size)."""
         return slice(length * self.rank // self.size, length * (self.rank + 1) // self.size)
+
+    def experts_of(self, count: int) -> list[slice]:
+        """Which of `count` routed experts each rank of those that exchange rows has."""
+        return [slice(count * i // self.size, count * (i + 1) // self.size) for i in range(self.size)]
+
+    def process(self, other: int) -> int:
+        """The process of the default group that is rank `other` of this one."""
+        assert self.process_group is not None
+        return dist.get_global_rank(self.process_group, other)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Shards [b, s/t, h] of all ranks -> [b, s, h]."""
@@ -100,7 +111,7 @@ class TensorGroup:
         messages = []
         for other in range(self.size):
             if other != self.rank:
-                peer = dist.get_global_rank(group, other)
+                peer = self.process(other)
                 messages += [dist.P2POp(way, _raw(tensors[other]), peer, group)
                              for way, tensors in ((dist.isend, outgoing), (dist.irecv, incoming))
                              if tensors[other].numel()]
@@ -113,6 +124,26 @@ class TensorGroup:
 
 
 ALONE = TensorGroup()
+
+
+class ExpertGroup(TensorGroup):
+    """The ranks over which the routed experts of a layer lie, where several replicas share them: all ranks of their
+    tensor groups, in the order of the replicas.
+
+    `experts` says which experts each has, `processes` which process of the default group each is.
+    """
+
+    def __init__(self, experts: Sequence[tuple[int, int]], process_group: dist.ProcessGroup | None = None, *,
+                 rank: int = 0, processes: Sequence[int] = (), on_comm: OnComm | None = None) -> None:
+        super().__init__(on_comm=on_comm, rank=rank, size=len(experts))
+        self.process_group, self._experts, self._processes = process_group, experts, processes
+        self._direct = process_group is not None and "gloo" in dist.get_backend(process_group)
+
+    def experts_of(self, count: int) -> list[slice]:
+        return [slice(lo, hi) for lo, hi in self._experts]
+
+    def process(self, other: int) -> int:
+        return self._processes[other]
 
 
 class ContextGroup(TensorGroup):

@@ -22,7 +22,7 @@ from mixfleet.cost.kernels import fused_attention
 from mixfleet.errors import InputError, RunError
 from mixfleet.job import Job
 from mixfleet.plan import Pipeline, Plan, why_not
-from mixfleet.program.layout import Layout
+from mixfleet.program.layout import Layout, cut
 from mixfleet.program.lower import lower
 from mixfleet.run.balance import Rebalance, apart, rebalance, with_samples
 from mixfleet.run.checkpoint import Reader, Saving, State
@@ -32,11 +32,12 @@ from mixfleet.run.huggingface import open_weights
 from mixfleet.run.interpreter import Interpreter, MicroBatch, StepResult
 from mixfleet.run.launch import Failure, Options, RankReport, TrainResult
 from mixfleet.run.metrics import StepMetrics
+from mixfleet.run.modules import Layer
 from mixfleet.run.optim import learning_rate
 from mixfleet.run.recorder import Recorder
 from mixfleet.run.source import Source
 from mixfleet.run.stream import Stream
-from mixfleet.run.tensor import ContextGroup, OnComm, TensorGroup
+from mixfleet.run.tensor import ContextGroup, ExpertGroup, OnComm, TensorGroup
 from mixfleet.run.watch import Watch
 from mixfleet.trace import Trace, within
 
@@ -80,6 +81,8 @@ class Rank:
             sharing = [stages[0].ranks(start + x)[first.tensor_index] for x in range(pipeline.context)]
             counts = self._counts("K", [r for r in sharing if r != self.rank])
             tensor.context = ContextGroup(pipeline.spans(job.seq_len), groups.context[self.rank], on_comm=counts)
+        if self.rank in groups.expert:
+            tensor.experts = self._expert_group(*groups.expert[self.rank])
         modules = [source.modules(stage, tensor, self.device, fused=fused_attention(spec, job)) for stage in stages]
         self._context = tensor.context
         role = self.program.role(first.pipeline, first.stage)
@@ -140,13 +143,27 @@ class Rank:
         return NotFinite(f"step {self.step + 1} is not finite from block {block} ({self.job.model.blocks[block].name}) "
                          f"on, in {'backward' if backward else 'forward'} of micro-batch {mb} on rank {rank}", rank)
 
+    def _expert_group(self, process_group: Any, ranks: tuple[int, ...]) -> ExpertGroup:
+        """Those who share experts with this rank."""
+        count = next(b.experts for b in self.job.model.blocks if b.routed)
+        held: list[tuple[int, int]] = []
+        for rank in ranks:
+            place = self.layout.places[rank]
+            lo, hi = self.plan.experts_of(place.replica, count)
+            a, b = cut(hi - lo, self.plan.pipelines[place.pipeline].stages[place.stage].tensor, place.tensor_index)
+            held.append((lo + a, lo + b))
+        return ExpertGroup(held, process_group, rank=ranks.index(self.rank),
+                           processes=[self.plan.ranks.index(rank) for rank in ranks],
+                           on_comm=self._counts("E", [r for r in ranks if r != self.rank]))
+
     def _counts(self, kind: str, peers: list[int]) -> OnComm:
-        """What counts the bytes that collectives inside blocks send to `peers`."""
+        """What counts the bytes that collectives inside blocks send to `peers`; those of rows to experts as `E`."""
 
         def count(op: str, nbytes: list[int], seconds: float) -> None:
-            self.recorder.ended("compute", op, "tensor", seconds)
+            routed = op == "all_to_all"
+            self.recorder.ended("compute", op, "expert" if routed else "tensor", seconds)
             for peer, n in zip(peers, nbytes):
-                self.fabric.count(kind, peer, n)
+                self.fabric.count("E" if routed else kind, peer, n)
 
         return count
 
@@ -257,8 +274,11 @@ class Rank:
         for unit in self.interpreter.units.values():
             for kind, nbytes in unit.permanent_bytes.items():
                 state[kind] += nbytes
+        seats = self.interpreter.seats if isinstance(self.interpreter, Crew) else [self.interpreter]
+        routed = {self.job.model.blocks[b].name: module.routed.tolist() for seat in seats
+                  for b, module in seat.modules.items() if isinstance(module, Layer) and module.routed is not None}
         peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
-        return RankReport(rank=self.rank, state_bytes=state, peak_bytes=peak,
+        return RankReport(rank=self.rank, state_bytes=state, peak_bytes=peak, routed=routed,
                           sent={f"{kind}@{dst}": n for (kind, dst), n in sorted(self.fabric.sent.items())},
                           met=tuple(self.interpreter.readings) if isinstance(self.interpreter, Stream) else ())
 

@@ -170,9 +170,9 @@ def bound_s(tables: Tables, plan: Plan) -> float:
     starts = {pipe: k for k, (pipe, _) in reversed(list(enumerate(plan.replicas)))}
     tails: list[float] = []
     # What state moves does not depend on micro-batches, samples, recompute or schedule.
-    known: dict[tuple[object, ...], Busy] = tables.prices.setdefault((plan.sharding, tuple(
-        [(pipe.copies, pipe.context, tuple([(one.devices, one.tensor, one.chunks) for one in pipe.stages]))
-         for pipe in plan.pipelines])), {})
+    known: dict[tuple[object, ...], Busy] = tables.prices.setdefault((
+        plan.sharding, plan.expert, plan.expert_shares, tuple([(pipe.copies, pipe.context, tuple([
+            (one.devices, one.tensor, one.chunks) for one in pipe.stages])) for pipe in plan.pipelines])), {})
     for p, pipeline in enumerate(plan.pipelines):
         sizes = pipeline.micro_batches
         first, last = (pipeline_flow(tables, pipeline, m, plan.schedule) for m in (sizes[0], sizes[-1]))

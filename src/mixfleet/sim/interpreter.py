@@ -13,7 +13,7 @@ from mixfleet.cluster import Cluster
 from mixfleet.cost.clock import held_cost
 from mixfleet.cost.kernels import accumulate_s, anticipate_s, copy_s, host_copy_s, optimizer_s
 from mixfleet.cost.memory import state_bytes
-from mixfleet.cost.network import Ports, collective_s, cpu_costs
+from mixfleet.cost.network import Loads, Ports, collective_s, cpu_costs
 from mixfleet.job import Job
 from mixfleet.model.spec import Block, TensorComm
 from mixfleet.plan import Plan, Stage
@@ -50,6 +50,7 @@ from mixfleet.program.action import (
 from mixfleet.program.layout import Layout
 from mixfleet.sim import compiled
 from mixfleet.sim.engine import Graph, Times
+from mixfleet.sim.experts import Experts, even_rows
 from mixfleet.sim.flow import Flow, computing, flow
 from mixfleet.sim.fold import Colours, Instance, distinct, refine
 from mixfleet.sim.hazards import hazards
@@ -315,6 +316,11 @@ class Pricing:
         self._tokens = [plan.pipelines[x.pipeline].tokens(job.seq_len, plan.replicas[x.replica][1])
                         for x in self._entities]
         self._sharing: dict[int, tuple[object, ...]] = {}
+        self._experts = Experts(plan, job)
+        self._routes = {b.kind: b for b in job.model.blocks if b.routed}
+        self._at = {(x.replica, x.stage): e for e, x in enumerate(self._entities)}
+        self._crowds: dict[int, tuple[object, ...]] = {}
+        self._rows_s: dict[tuple[object, ...], float] = {}
         for e, entity in enumerate(self._entities):
             for node in {cluster.node_of[r] for r in entity.ranks}:
                 self._neighbours.setdefault((entity.pipeline, entity.stage, node), []).append(e)
@@ -345,7 +351,7 @@ class Pricing:
             entity = self._entities[e]
             self._kind_of[e] = self._kinds.setdefault(
                 (entity.pipeline, entity.stage, tuple([self._device[r] for r in entity.ranks]), self._group(e),
-                 self._layout.share(entity.replica), self._shared_sequence(e),
+                 self._layout.share(entity.replica), self._shared_sequence(e), self._shared_experts(e),
                  self._plan.pipelines[entity.pipeline].sizes(entity.stage, entity.member)
                  if self._stage(e).members > 1 else ()), len(self._kinds))
         return self._kind_of[e]
@@ -370,6 +376,78 @@ class Pricing:
                 *((self._tokens[m], *(self._device[r] for r in self._entities[m].ranks)) for m in parts),
                 *(round(self._context_s(e, comm, micro_batch) * NS_PER_S) for kind in comms for comm in comms[kind]))
         return (self._tokens[e], *self._sharing[parts[0]])
+
+    def _mates(self, e: int) -> list[int]:
+        """The entities that share experts with this one, in order; itself where nobody does."""
+        entity = self._entities[e]
+        return [self._at[k, entity.stage] for k in self._experts.mates(entity.replica)] if self._experts.shared else [e]
+
+    def _in_step(self, e: int) -> list[int]:
+        """All entities that go in step with this one through layers of experts: who shares experts with it, or a
+        sequence with one of those, and so on."""
+        found = [e]
+        for member in found:
+            found += [m for m in (*self._parts_of(member), *self._mates(member)) if m not in found]
+        return sorted(found)
+
+    def _shared_experts(self, e: int) -> tuple[object, ...]:
+        """What tells apart the sets of entities that share experts, and their members by what they hold."""
+        mates = self._mates(e)
+        if len(mates) == 1 or not self._routes:
+            return ()
+        if mates[0] not in self._crowds:
+            blocks = {b.kind: b for lo, hi in self._stage(e).chunks for b in self._job.model.blocks[lo:hi] if b.routed}
+            self._crowds[mates[0]] = (
+                *((self._tokens[m], self._plan.pipelines[x.pipeline].micro_batch,
+                   self._plan.pipelines[x.pipeline].samples, *(self._device[r] for r in x.ranks))
+                  for m in mates for x in (self._entities[m],)),
+                *(round(self._expert_s(e, block, -1, 0, phase) * NS_PER_S)
+                  for block in blocks.values() for phase in ("forward", "backward")))
+        x = self._entities[e]
+        return (*(self._experts.held(x.replica, len(x.ranks), block.experts) for block in self._routes.values()),
+                *self._crowds[mates[0]])
+
+    def _expert_s(self, e: int, block: Block, mb: int, samples: int, phase: str) -> float:
+        """Seconds of the exchanges of rows in a layer of experts, routing even, while all others in the same nodes do
+        the same. Rows come back the way they went. Of micro-batch `mb` this entity has `samples`."""
+        mates = self._mates(e)
+        key = (mates[0], block.kind, phase, *(self._having(m, mb, samples) for m in mates))
+        if key not in self._rows_s:
+            comms = [c for c in block.tensor_comm if c.routed and c.phase == phase]
+            groups: dict[int, list[int]] = {}
+            for m in mates:
+                for rival in self._rivals(m):
+                    theirs = self._mates(rival)
+                    groups.setdefault(theirs[0], theirs)
+            mine = groups[mates[0]]
+            total = 0.0
+            for comm in comms:
+                loads = {id(group): self._rows(group, block, comm, [self._having(m, mb, samples) for m in group])
+                         for group in groups.values()}
+                total += sum(self._beside_s(loads[id(mine)][way], [both[way] for both in loads.values()])
+                             for way in (0, 1)) / 2
+            self._rows_s[key] = total
+        return self._rows_s[key]
+
+    def _having(self, e: int, mb: int, samples: int) -> int:
+        """Tokens of an entity; those that share experts may have other micro-batches than the one that is looked at."""
+        if self._experts.shared:
+            return self._experts.tokens(self._entities[e].replica, mb)
+        return samples * self._tokens[e]
+
+    def _rows(self, group: list[int], block: Block, comm: TensorComm, tokens: list[int]) -> tuple[Loads, Loads]:
+        """An exchange of rows among these entities, which have so many tokens, and the way back."""
+        job, ports = self._job, Ports.of(self._cluster)
+        entities = [self._entities[m] for m in group]
+        ranks = tuple(r for x in entities for r in x.ranks)
+        have = [even_rows(job, comm, n, len(x.ranks)) for x, n in zip(entities, tokens) for _ in x.ranks]
+        held = [n for x in entities for n in self._experts.held(x.replica, len(x.ranks), block.experts)]
+        if len(set(have)) == len(set(held)) == 1:
+            one = ports.loads(comm.op, round(have[0]), ranks)
+            return one, one
+        messages = {(a, b): nbytes * n / block.experts for a, nbytes in zip(ranks, have)
+                    for b, n in zip(ranks, held) if a != b and n}
+        return ports.exchange(messages), ports.exchange({(b, a): n for (a, b), n in messages.items()})
 
     def _context_s(self, e: int, comm: TensorComm, micro_batch: int) -> float:
         """Seconds of an exchange of keys and values; the ranks of equal tensor index and other replicas' sequences
@@ -405,7 +483,7 @@ class Pricing:
                 comms = {b.kind: b.tensor_comm for lo, hi in self._stage(e).chunks
                          for b in self._job.model.blocks[lo:hi]}
                 key = tuple(round(self._collective_s(e, comm, micro_batch) * NS_PER_S)
-                            for kind in comms for comm in comms[kind])
+                            for kind in comms for comm in comms[kind] if not (comm.routed and self._experts.shared))
             self._group_of[e] = self._groups.setdefault((self._entities[e].pipeline, self._entities[e].stage, key), e)
         return self._group_of[e]
 
@@ -414,7 +492,7 @@ class Pricing:
         key = (self._group(e), block.kind, micro_batch, phase)
         if key not in self._talk:
             self._talk[key] = sum(self._collective_s(e, comm, micro_batch)
-                                  for comm in block.tensor_comm if comm.phase == phase)
+                                  for comm in block.tensor_comm if comm.phase == phase and not comm.routed)
         return self._talk[key]
 
     def _collective_s(self, e: int, comm: TensorComm, micro_batch: int) -> float:
@@ -426,10 +504,14 @@ class Pricing:
                     everyone: list[tuple[int, ...]]) -> float:
         """Seconds of a collective of `ranks` while all of `everyone` do the same."""
         ports = Ports.of(self._cluster)
-        own = ports.loads(comm.op, nbytes, ranks)
+        return self._beside_s(ports.loads(comm.op, nbytes, ranks),
+                              [ports.loads(comm.op, nbytes, others) for others in everyone])
+
+    @staticmethod
+    def _beside_s(own: Loads, everything: list[Loads]) -> float:
+        """Seconds of a transfer while all of `everything`, which contains it, is under way."""
         passing = dict.fromkeys(own.ports.tolist(), 0.0)
-        for others in everyone:
-            other = ports.loads(comm.op, nbytes, others)
+        for other in everything:
             for port, seconds in zip(other.ports.tolist(), other.seconds.tolist()):
                 if port in passing:
                     passing[port] += seconds
@@ -441,6 +523,8 @@ class Pricing:
             if not micro_batch:
                 return ()
             key: tuple[object, ...] = (self.kind(e), action.op, action.lo, action.hi, micro_batch)
+            if self._experts.shared:  # whose micro-batches may shrink apart
+                key += tuple(self._experts.tokens(self._entities[m].replica, action.mb) for m in self._mates(e))
         elif action.op in (STEP, PUSH, PULL) or action.op in HOST:
             key = (e, action.op, self._alike[action.lo])
         elif action.op in (KEEP, ANTICIPATE, USE, DROP):
@@ -457,41 +541,55 @@ class Pricing:
         return self._known[key]
 
     def _blocks(self, e: int, action: Action, micro_batch: int) -> list[tuple[str, float]]:
-        """A tensor group, and all who hold parts of the same sequences, go at the pace of the slowest device, block by
-        block."""
-        ranks, stage, job, together = self._entities[e].ranks, self._stage(e), self._job, self._parts_of(e)
+        """A tensor group, all who hold parts of the same sequences, and in actions with layers of experts those who
+        share these, go at the pace of the slowest device, block by block."""
+        ranks, stage, job, parts = self._entities[e].ranks, self._stage(e), self._job, self._parts_of(e)
+        blocks = job.model.blocks[action.lo:action.hi]
+        meet = self._experts.shared and action.op != W and any(block.routed for block in blocks)
+        together = self._in_step(e) if meet else parts
         devices = list({self._device[r]: self._cluster.devices[r] for r in ranks}.values())
-        kinds = {(self._device[r], self._tokens[m]): self._cluster.devices[r]
-                 for m in together for r in self._entities[m].ranks}
-        forward = backward = weight = recompute = tensor = 0.0
+        kinds = {(self._device[r], x.replica if self._experts.shared else self._tokens[m]): (
+            m, self._cluster.devices[r]) for m in together for x in (self._entities[m],) for r in x.ranks}
+        forward = backward = weight = recompute = tensor = expert = 0.0
         modes = stage.modes
+        sizes = dict.fromkeys(together, micro_batch)
+        if meet:
+            sizes = {m: self._experts.tokens(self._entities[m].replica, action.mb) // self._tokens[m] for m in together}
         for i in range(action.lo, action.hi):
             block = job.model.blocks[i]
-            costs = [held_cost(block, micro_batch, tokens, len(ranks), d, job, modes[i], job.seq_len / tokens)
-                     for (_, tokens), d in kinds.items()]
+            costs = []
+            for m, device in kinds.values():
+                x, tokens = self._entities[m], self._tokens[m]
+                share = self._experts.share(block, x.replica, len(x.ranks), action.mb)
+                costs.append(held_cost(block, sizes[m], tokens, len(x.ranks), device, job, modes[i],
+                                       job.seq_len / tokens, share))
+            mine = self._experts.share(block, self._entities[e].replica, len(ranks), action.mb)
             forward += max(c.forward_s for c in costs)
             backward += max(c.backward_s for c in costs)
             weight += max(c.weight_s for c in costs)
             if self._plan.sharding.gradients == 1:
-                adding = max(accumulate_s(block, len(ranks), d, job) for d in devices)
+                adding = max(accumulate_s(block, len(ranks), d, job, mine) for d in devices)
                 backward, weight = backward + adding, weight + adding
             recompute += max(c.recompute_s for c in costs)
-            if len(ranks) > 1 and action.op != W:
-                if action.op == F or modes[i] == "full":
-                    tensor += max(self._tensor_s(m, block, micro_batch, "forward") for m in together)
-                if action.op != F:
-                    tensor += max(self._tensor_s(m, block, micro_batch, "backward") for m in together)
-            if len(together) > 1 and action.op != W:
+            if action.op == W:
+                continue
+            phases = ["forward"] * (action.op == F or modes[i] == "full") + ["backward"] * (action.op != F)
+            if block.routed and (self._experts.shared or len(ranks) > 1):
+                expert += sum(max(self._expert_s(m, block, action.mb, sizes[m], phase) for m in together)
+                              for phase in phases)
+            tensor += sum(max(self._tensor_s(m, block, sizes[m], phase) for m in together) for phase in phases
+                          if len(ranks) > 1)
+            if len(parts) > 1:
                 tensor += sum(self._context_s(e, comm, micro_batch) for comm in block.context_comm
                               if (comm.phase == "forward" and (action.op == F or modes[i] != "none"))
                               or (comm.phase == "backward" and action.op != F))
         if action.op == F:
-            return [("forward", forward), ("tensor", tensor)]
+            return [("forward", forward), ("tensor", tensor), ("expert", expert)]
         if action.op == W:
             return [("backward", weight)]
         if action.op == I:
             backward -= weight
-        return [("recompute", recompute), ("backward", backward), ("tensor", tensor)]
+        return [("recompute", recompute), ("backward", backward), ("tensor", tensor), ("expert", expert)]
 
     def _copy(self, e: int, op: str, unit: int) -> list[tuple[str, float]]:
         """Loading or saving a unit's weights, or the optimizer's state of the piece that a rank owns."""

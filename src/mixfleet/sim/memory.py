@@ -52,6 +52,7 @@ from mixfleet.program.action import (
     boundary,
 )
 from mixfleet.program.layout import Kind, Layout
+from mixfleet.sim.experts import Experts
 from mixfleet.sim.interpreter import Row, host_bytes
 from mixfleet.sim.traffic import alike
 
@@ -140,12 +141,12 @@ def _inside(parts: Iterable[tuple[int, int]], wholes: Iterable[tuple[int, int]])
 
 
 def communicators(plan: Plan, pipeline: int, stage: int) -> int:
-    """Process groups of a rank that hold buffers: all ranks, its tensor and context groups, all replicas, partition
-    groups."""
+    """Process groups of a rank that hold buffers: all ranks, its tensor, context and expert groups, all replicas,
+    partition groups."""
     n = len(plan.replicas)
     degrees = {plan.sharding.weights, plan.sharding.gradients, plan.sharding.optimizer} - {1, n}
     pipe = plan.pipelines[pipeline]
-    return 1 + (pipe.stages[stage].tensor > 1) + (pipe.context > 1) + (n > 1) + len(degrees)
+    return 1 + (pipe.stages[stage].tensor > 1) + (pipe.context > 1) + (plan.expert > 1) + (n > 1) + len(degrees)
 
 
 def follow(row: Row, rank: int, plan: Plan, job: Job, cluster: Cluster, layout: Layout) -> Memory:
@@ -207,19 +208,22 @@ class _Walk:
         self._stage = self._pipe.stages[self._entity.stage]
         self._tokens = self._pipe.tokens(job.seq_len, plan.replicas[self._entity.replica][1])
         self._modes = self._stage.modes
-        self._known: dict[tuple[int, int, int, bool], tuple[int, int, int]] = {}
+        self._experts = Experts(plan, job)
+        self._known: dict[tuple[object, ...], tuple[int, int, int]] = {}
         self._alike = alike(layout)
         self._elements: dict[int, tuple[int, int]] = {}
         self._layered = plan.accumulation == "layered"
         self._reduced = {row.actions[i].lo for i in self._mine if row.actions[i].op == REDUCE}
 
-    def _blocks(self, lo: int, hi: int, micro_batch: int, *, frees: bool = False) -> tuple[int, int, int]:
+    def _blocks(self, action: Action, micro_batch: int, *, frees: bool = False) -> tuple[int, int, int]:
         """(saved, workspace, recomputed) bytes of blocks that compute one after another, where they hold most.
 
         With `frees` the last block goes first and each gives back what it saved before the next begins; workspace then
         is what remains of it beyond what is free by that time.
         """
-        key = (lo, hi, micro_batch, frees)
+        lo, hi, replica, degree = action.lo, action.hi, self._entity.replica, self._stage.tensor
+        first = next((b for b in self._job.model.blocks[lo:hi] if b.routed), None) if self._experts.shared else None
+        key = (lo, hi, micro_batch, frees, self._experts.share(first, replica, degree, action.mb) if first else None)
         if key not in self._known:
             stage, job, device, modes = self._stage, self._job, self._device, self._modes
             shape, context = (micro_batch, self._tokens, stage.tensor), job.seq_len / self._tokens
@@ -227,11 +231,12 @@ class _Walk:
             saved = work = again = 0
             for b in reversed(range(lo, hi)):
                 block, mode = job.model.blocks[b], modes[b]
-                one = sizes.get(kind := (block.kind, *shape, device, mode, context))
+                experts = self._experts.share(block, replica, degree, action.mb)
+                one = sizes.get(kind := (block.kind, *shape, device, mode, context, experts))
                 if one is None:
-                    one = sizes[kind] = (saved_bytes(block, *shape, device, job, mode, context),
-                                         workspace_bytes(block, *shape, device, job, context),
-                                         recompute_bytes(block, *shape, device, job, mode, context))
+                    one = sizes[kind] = (saved_bytes(block, *shape, device, job, mode, context, experts),
+                                         workspace_bytes(block, *shape, device, job, context, experts),
+                                         recompute_bytes(block, *shape, device, job, mode, context, experts))
                 mine = (max(0, one[1] - saved), max(0, one[2] - max(0, saved - one[1]))) if frees else one[1:]
                 work, again = max((work, again), mine, key=sum) if frees else (max(work, one[1]), max(again, one[2]))
                 saved += one[0]
@@ -277,7 +282,7 @@ class _Walk:
             if op in (F, RECV_ACT, RECV_GRAD, SEND_ACT, SEND_GRAD) and not sizes[mb]:
                 continue  # another replica of the stage has all of it
             if op == F:
-                saved, work, _ = self._blocks(action.lo, action.hi, sizes[mb])
+                saved, work, _ = self._blocks(action, sizes[mb])
                 add((start, saved, _SAVED, i))
                 add((start, work, _WORK, i))
                 add((end, -work, _WORK, i))
@@ -287,8 +292,7 @@ class _Walk:
                     waiting[SEND_ACT, action.hi, mb] = nbytes = self._boundary(action.hi - 1, sizes[mb])
                     add((end, nbytes, _MESSAGES, i))
             elif op in (B, I, W):
-                saved, work, again = (self._blocks(action.lo, action.hi, sizes[mb], frees=op == B) if sizes[mb]
-                                      else (0, 0, 0))
+                saved, work, again = self._blocks(action, sizes[mb], frees=op == B) if sizes[mb] else (0, 0, 0)
                 for change, what in ((work, _WORK), (again, _AGAIN)):
                     if change and op != W:
                         add((start, change, what, i))

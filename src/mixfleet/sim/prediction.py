@@ -337,6 +337,7 @@ def _bound(critical: tuple[Share, ...], devices: tuple[DeviceUse, ...]) -> str:
         return "nothing"
     (what, where), fraction = max(groups.items(), key=lambda item: item[1])
     names = {"compute": f"computing of {where}", "tensor": f"tensor-parallel communication of {where}",
+             "expert": f"rows to experts and back of {where}",
              "send": f"sends through {where}", "recv": f"sends through {where}",
              "gather": f"gathering weights through {where}", "reduce": f"reducing gradients through {where}",
              "load": f"loading from the host of {where}", "save": f"saving to the host of {where}"}

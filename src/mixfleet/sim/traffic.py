@@ -210,13 +210,15 @@ class Traffic:
         chain = [min(d, n) for d in (shard.weights, shard.gradients, shard.optimizer, n)]
         regular = equal and all(b % a == 0 for a, b in pairwise(chain))
         phases: list[dict[tuple[int, ...], tuple[Comm, int]]] = []
+        turns: dict[int, int] = {}
         covered: list[set[int]] = []
         for e in entities:
             if regular and covered and all(e in seen for seen in covered):
                 continue
             ranks = self.entities[e].ranks
             for rank in ranks[-1:] if equal else ranks:
-                for i, comm in enumerate(self._layout.comms(op, unit, rank)):
+                for comm in self._layout.comms(op, unit, rank):
+                    i = turns.setdefault(comm.turn, len(turns))
                     if i == len(phases):
                         phases.append({})
                         covered.append(set())
@@ -258,7 +260,8 @@ def alike(layout: Layout) -> list[int]:
     homes = list(zip(*([c.stage for c in pipe.chain for _ in range(c.lo, c.hi)] for pipe in layout.plan.pipelines)))
     seen: dict[object, int] = {}
     return [seen.setdefault((tuple(homes[b] for b in unit.blocks),
-                             tuple((t.param.split, t.rows, t.row) for t in unit.tensors), unit.frozen), u)
+                             tuple((t.param.split, t.rows, t.row, t.param.role == "expert") for t in unit.tensors),
+                             unit.frozen), u)
             for u, unit in enumerate(layout.units)]
 
 
