@@ -64,9 +64,11 @@ def chunked(schedule: str, cuts: tuple[int, ...], *devices: tuple[int, ...], sam
 
 
 def plan(*pipelines: Pipeline, sharding: tuple[int, int, int] = (1, 1, 1), schedule: str = "1f1b",
-         shares: tuple[int, ...] = (), accumulation: str = "plain", hierarchical: int = 0) -> Plan:
+         shares: tuple[int, ...] = (), accumulation: str = "plain", hierarchical: int = 0,
+         batching: str = "padded") -> Plan:
     w, g, o = sharding
     return Plan(pipelines=pipelines, schedule=schedule, accumulation=accumulation,  # type: ignore[arg-type]
+                batching=batching,  # type: ignore[arg-type]
                 sharding=Sharding(weights=w, gradients=g, optimizer=o, shares=shares, hierarchical=hierarchical))
 
 

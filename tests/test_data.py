@@ -15,7 +15,8 @@ from mixfleet.errors import InputError
 from mixfleet.job import Data, Job
 from mixfleet.model.families import build
 from mixfleet.run import data
-from mixfleet.run.data import Batches, Files, Synthetic, open_batches, permuted
+from mixfleet.run.data import Batches, Files, Synthetic, open_batches
+from mixfleet.samples import permuted
 
 MODEL = {"layers": 1, "hidden": 8, "heads": 2, "vocab": 256, "max_seq_len": 64}
 

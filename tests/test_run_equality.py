@@ -7,10 +7,12 @@ from collections import Counter
 import pytest
 import torch
 
-from mixfleet.job import Optimizer, ParamGroup
+from mixfleet.batching import Batcher, steps_of
+from mixfleet.job import Data, Lengths, Optimizer, ParamGroup
 from mixfleet.plan import why_not
 from mixfleet.program.layout import Layout
 from mixfleet.program.lower import lower
+from mixfleet.sim.sent import bytes_sent
 from run_pool import CLUSTER, Case, Outcome, Pool, Reference, chunked, expected_bytes, job, pipe, plan, reference
 
 TOLERANCE = 1e-9
@@ -21,6 +23,7 @@ _TIED, _QWEN = {"tied": True}, {"tied": True, "bias": True, "kv_heads": 2, "acti
 _GPT2 = {"norm": "layernorm", "activation": "gelu", "position": "learned", "tied": True, "bias": True}
 _MOE = {"experts": 4, "experts_per_token": 2, "expert_ffn": 12, "kv_heads": 2}
 _CLIP = {"clip_norm": 0.3}
+_LENGTHS = {"data": Data(lengths=Lengths(kind="uniform"))}
 
 CASES = {
     "one rank": Case(plan(pipe((0, 5), (0,), samples=6, micro_batch=6)), job()),
@@ -129,6 +132,32 @@ CASES = {
         plan(pipe((0, 3, 5), (0, 1), (2, 3), samples=3, micro_batch=1, replicas=2, recompute="full"),
              sharding=(1, 2, 2)),
         job(frozen=("embed/*", "layers.[01]/*"))),
+    "lengths 1 to 8, padded, uneven": Case(
+        plan(pipe((0, 5), (0,), samples=4, micro_batch=3), pipe((0, 5), (1, 2), samples=1, micro_batch=1, replicas=2)),
+        job(**_LENGTHS, **_CLIP)),
+    "packed, uneven": Case(
+        plan(pipe((0, 5), (0,), samples=4, micro_batch=3), pipe((0, 5), (1, 2), samples=1, micro_batch=1, replicas=2),
+             batching="packed"), job(**_LENGTHS, **_CLIP)),
+    "packed, learned positions, tensor 2 after tensor 1, full recompute": Case(
+        plan(pipe((0, 3, 5), (0,), (1, 2), samples=6, micro_batch=2, tensor=(1, 2), recompute="full"),
+             batching="packed"), job(figures=_GPT2, **_LENGTHS)),
+    "packed, zero-3, window, selective recompute": Case(
+        plan(pipe((0, 5), (0, 1), samples=4, micro_batch=2, replicas=2, recompute="selective"), sharding=(2, 2, 2),
+             batching="packed"), job(8, figures={"window": 3, **_TIED}, **_LENGTHS, **_CLIP)),
+    "packed, more replicas than samples in some steps": Case(
+        plan(pipe((0, 5), (0, 1, 2, 3), samples=1, micro_batch=1, replicas=4), batching="packed"), job(4, **_LENGTHS)),
+    "bucketed, experts, pipelines of unequal shape": Case(
+        plan(pipe((0, 3, 5), (0,), (1,), samples=7, micro_batch=3), pipe((0, 5), (2,), samples=2, micro_batch=2),
+             batching="bucketed"), job(9, figures=_MOE, **_LENGTHS)),
+    "bucketed, tensor 2, zero-1": Case(
+        plan(pipe((0, 5), (0, 1, 2, 3), samples=3, micro_batch=2, tensor=(2,), replicas=2), sharding=(1, 1, 2),
+             batching="bucketed"), job(figures=_QWEN, **_LENGTHS, **_CLIP)),
+    "bucketed, layered, zero-2": Case(
+        plan(pipe((0, 5), (0, 1), samples=3, micro_batch=1, replicas=2), sharding=(1, 2, 2), accumulation="layered",
+             batching="bucketed"), job(**_LENGTHS)),
+    "packed, halves of a backward": Case(
+        plan(pipe((0, 2, 5), (0,), (1,), samples=6, micro_batch=2), schedule="zb-h1", batching="packed"),
+        job(figures=_TIED, **_LENGTHS)),
     "groups of parameters": Case(
         plan(pipe((0, 5), (0, 1), samples=3, micro_batch=2, replicas=2), sharding=(1, 1, 2)),
         job(optimizer=Optimizer(lr=3e-2, weight_decay=0.1, groups=(
@@ -207,7 +236,8 @@ _references: dict[object, Reference] = {}
 
 def _reference(case: Case) -> Reference:
     job = case.job
-    key = repr((job.model.config, job.global_batch, job.clip_norm, job.optimizer, job.frozen, case.masked, case.steps))
+    key = repr((job.model.config, job.global_batch, job.clip_norm, job.optimizer, job.frozen, job.data,
+                case.masked, case.steps))
     if key not in _references:
         _references[key] = reference(case)
     return _references[key]
@@ -266,6 +296,26 @@ def check_equality(case: Case, pool: Pool) -> list[Outcome]:
             for (kind, dst), n in outcome.sent.items() if kind in "GPRY"}
     assert sent == expected_bytes(case)
     return outcomes
+
+
+@pytest.mark.parametrize("name", [
+    "packed, learned positions, tensor 2 after tensor 1, full recompute", "bucketed, tensor 2, zero-1",
+    "bucketed, experts, pipelines of unequal shape"])
+def test_bytes_follow_the_lengths(name: str, pool: Pool) -> None:
+    """Step by step the simulator's figures: activations and tensor-parallel exchanges shrink with the rows."""
+    case = CASES[name]
+    layout, batcher = Layout(case.plan, case.job.model), Batcher(case.plan, case.job, CLUSTER)
+    program = lower(case.plan, case.job.model, layout)
+    totals: list[Counter[tuple[str, str]]] = []
+    for lengths in steps_of(case.job, case.steps):
+        sent = bytes_sent(program, case.plan, case.job, layout, batch=batcher.step(lengths))
+        totals.append(Counter({(rank, kind): n for rank, kinds in sent.items() for kind, n in kinds.items()}))
+    assert len({frozenset(one.items()) for one in totals}) > 1
+    found: Counter[tuple[str, str]] = Counter()
+    for rank, outcome in zip(case.plan.ranks, pool.run(case)):
+        for (kind, _), n in outcome.sent.items():
+            found[str(rank), kind] += n
+    assert found == sum(totals, Counter())
 
 
 def test_mics_reduces_in_two_hops(pool: Pool) -> None:

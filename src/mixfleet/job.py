@@ -99,12 +99,40 @@ class Optimizer(Spec, frozen=True, kw_only=True):
         return 2 if self.name == "adamw" else int(self.momentum > 0)
 
 
+class Lengths(Spec, frozen=True, kw_only=True):
+    """How long samples are, in tokens: drawn per sample, or one number per sample in a file."""
+
+    kind: Literal["lognormal", "uniform", "file"]
+    median: int = 0
+    """Of `lognormal`, before what lies outside [least, most] is moved to the nearer end."""
+    sigma: float = 1.0
+    """Of `lognormal`: standard deviation of the logarithm."""
+    least: int = 1
+    most: int = 0
+    """0: the job's `seq_len`."""
+    path: str = ""
+    """Of `file`: a text file with one length per line, or an .npy array of integers."""
+
+    def __post_init__(self) -> None:
+        if self.kind == "file" and not self.path:
+            raise InputError("data.lengths.path is empty; kind 'file' needs a file with one length per line")
+        if self.kind == "lognormal" and self.median < 1:
+            raise InputError(f"data.lengths.median is {self.median}; kind 'lognormal' needs one of at least 1")
+        if self.sigma < 0:
+            raise InputError(f"data.lengths.sigma is {self.sigma}; it cannot be negative")
+        if self.least < 1 or self.most < 0:
+            raise InputError(f"data.lengths is from {self.least} to {self.most}; a sample has at least 1 token")
+
+
 class Data(Spec, frozen=True, kw_only=True):
-    """Where samples come from. A sample is `seq_len + 1` consecutive tokens; the order belongs to the job."""
+    """Where samples come from. A sample is `seq_len + 1` consecutive tokens, or one more than `lengths` says; the order
+    belongs to the job."""
 
     kind: Literal["synthetic", "text", "tokens"] = "synthetic"
     path: str = ""
     """A text file or directory (byte-level tokens), or a `.bin` file of uint16 tokens."""
+    lengths: Lengths | None = None
+    """None: all samples have `seq_len` tokens."""
 
     def __post_init__(self) -> None:
         if self.kind != "synthetic" and not self.path:
@@ -183,9 +211,12 @@ class Job(Spec, frozen=True, kw_only=True, dict=True):
             raise InputError(str(error), where=doc.where(("model",))) from None
         doc.data.setdefault("name", path.stem)
         job = decode(doc, Job)
-        if not job.data.path or Path(job.data.path).is_absolute():
-            return job
-        return job.replace(data=job.data.replace(path=str(path.parent / job.data.path)))
+        data, lengths = job.data, job.data.lengths
+        if lengths and lengths.path and not Path(lengths.path).is_absolute():
+            data = data.replace(lengths=lengths.replace(path=str(path.parent / lengths.path)))
+        if data.path and not Path(data.path).is_absolute():
+            data = data.replace(path=str(path.parent / data.path))
+        return job if data == job.data else job.replace(data=data)
 
     def save(self, path: str | Path, header: str = "") -> None:
         """To a job file from which `load` makes an equal job."""
@@ -194,6 +225,8 @@ class Job(Spec, frozen=True, kw_only=True, dict=True):
         data["model"] = _model_data(self.model, self.frozen)
         if self.data.path:
             data["data"]["path"] = os.path.relpath(self.data.path, path.parent)
+        if self.data.lengths and self.data.lengths.path:
+            data["data"]["lengths"]["path"] = os.path.relpath(self.data.lengths.path, path.parent)
         write_yaml(path, {FORMAT_KEY: f"job/{VERSIONS['job']}", **data}, header)
 
 

@@ -43,6 +43,9 @@ Dispatch = Literal["split", "round-robin"]
 in turn (PipeDream)."""
 Slices = tuple[tuple[int, int], ...]
 """Per replica of a stage, its samples [lo, hi) of a micro-batch."""
+Batching = Literal["padded", "bucketed", "packed"]
+"""How samples of unequal length become micro-batches: in order, each padded to `seq_len`; with samples of like length
+together, padded to the longest; or one behind another, each attending to itself only. See `batching`."""
 
 
 class Chunk(NamedTuple):
@@ -302,6 +305,7 @@ class Plan(Spec, frozen=True, kw_only=True, dict=True):
     as can be."""
     accumulation: Accumulation = "plain"
     synchronization: Synchronization = Synchronization()
+    batching: Batching = "padded"
     name: str = ""
     job: str = ""
     """Path of the job file, relative to the plan file."""
@@ -543,6 +547,28 @@ def _reasons(plan: Plan, job: Job, cluster: Cluster) -> Iterator[str]:
     yield from _wrong_waves(plan, job)
     if plan.sharding.hierarchical:
         yield from _wrong_hierarchy(plan, cluster)
+    if plan.batching != "padded":
+        yield from _wrong_batching(plan, job)
+
+
+def _wrong_batching(plan: Plan, job: Job) -> Iterator[str]:
+    what = f"batching is {plan.batching}"
+    if job.data.lengths is None:
+        yield f"{what}, but all samples have seq_len tokens: the job states no data.lengths. Take `batching: padded`"
+    for p, pipeline in enumerate(plan.pipelines):
+        if pipeline.context > 1:
+            yield (f"{what}, but pipelines[{p}].context is {pipeline.context}: parts of a sequence are cut for rows of "
+                   "seq_len. Take context 1, or `batching: padded`")
+        if pipeline.replicated:
+            yield (f"{what}, but a stage of pipelines[{p}] has replicas of its own, which share samples of one length. "
+                   "Take `replicas` of the whole pipeline, or `batching: padded`")
+    if plan.shared:
+        yield f"{what}, which cannot go with pipelines that share devices; take `batching: padded`"
+    if plan.expert > 1:
+        yield f"{what}, which cannot go with experts shared by replicas; take expert 1, or `batching: padded`"
+    if not plan.synchronous:
+        yield (f"{what}, which cannot go with the schedule {plan.schedule}; take a synchronous one, or `batching: "
+               "padded`")
 
 
 def _wrong_cluster(plan: Plan, cluster: Cluster) -> Iterator[str]:

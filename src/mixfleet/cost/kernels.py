@@ -219,27 +219,31 @@ def _attention_s(batch: float, q: float, kv: float, heads: float, kv_heads: floa
 
 def block_cost(block: Block, micro_batch: int, seq_len: int, tensor: int, device: Device, job: Job,
                recompute: Recompute = "none", context: float = 1, clock: float = 1,
-               experts: ExpertShare | None = None) -> BlockCost:
+               experts: ExpertShare | None = None, segments: tuple[int, ...] = ()) -> BlockCost:
     """Seconds of a block of `job.model` for one micro-batch on one rank of a tensor-parallel group.
 
     The rank has `seq_len` positions of a sequence that is `context` times longer, and `experts` says what it has of
-    experts that several replicas share. Recompute repeats the whole forward if full, the attention cores if selective.
-    Tensor units run at `clock` times their rate; memory has a clock of its own. Remembered per job, block kind, device
-    and shape.
+    experts that several replicas share. With `segments` the micro-batch is one row in parts of these lengths, each with
+    an attention of its own. Recompute repeats the whole forward if full, the attention cores if selective. Tensor units
+    run at `clock` times their rate; memory has a clock of its own. Remembered per job, block kind, device and shape.
     """
     memory: dict[tuple[object, ...], BlockCost] = job.__dict__.setdefault("_block_costs", {})
-    key = (block.kind, micro_batch, seq_len, tensor, device, recompute, context, clock, experts)
+    key = (block.kind, micro_batch, seq_len, tensor, device, recompute, context, clock, experts, segments)
     if key not in memory:
-        memory[key] = _block_cost(block, micro_batch, seq_len, tensor, device, job, recompute, context, clock, experts)
+        memory[key] = _block_cost(block, micro_batch, seq_len, tensor, device, job, recompute, context, clock, experts,
+                                  segments)
     return memory[key]
 
 
 def _block_cost(block: Block, micro_batch: int, seq_len: int, tensor: int, device: Device, job: Job,
-                recompute: Recompute, context: float, clock: float, experts: ExpertShare | None) -> BlockCost:
+                recompute: Recompute, context: float, clock: float, experts: ExpertShare | None,
+                segments: tuple[int, ...]) -> BlockCost:
     forward = backward = core = weights = host = back_host = 0.0
     fused = fused_attention(device, job)
-    for op in block.ops:
-        shape, part = (micro_batch, seq_len, float(tensor)), context
+    apart, whole = [(1, n) for n in segments], [(micro_batch, seq_len)]
+    for op, (rows, length) in [(o, rows) for o in block.ops
+                               for rows in (apart if apart and o.kind == "attention" else whole)]:
+        shape, part = (rows, length, float(tensor)), context
         if experts and op.routed:
             if experts.parts == inf:
                 continue
@@ -255,8 +259,17 @@ def _block_cost(block: Block, micro_batch: int, seq_len: int, tensor: int, devic
     weight_part = weights / backward if backward else 0.0
     if device.kind == "gpu":
         forward, backward = max(forward, host), max(backward, back_host)
-    measured = [m for m in device.block_times if m.block == block.kind.partition("#")[0] and m.seq_len == seq_len
-                and m.precision == job.precision and m.tensor == tensor and context == 1 and not experts]
+    known = [m for m in device.block_times if m.block == block.kind.partition("#")[0]
+             and m.precision == job.precision and m.tensor == tensor and context == 1 and not experts
+             and m.seq_len in (seq_len, job.seq_len)]
+    measured = [] if segments else [m for m in known if m.seq_len == seq_len]
+    if known and not measured:  # samples shorter than the job's, or several in a row: as far off as whole ones
+        at = max(1, round(micro_batch * seq_len / job.seq_len))
+        seen, said = (block_cost(block, at, job.seq_len, tensor, d, job) for d in (device, device.replace(
+            block_times=())))
+        ratio = seen.forward_s / said.forward_s if said.forward_s else 1.0
+        forward, core = ratio * forward, ratio * core
+        backward *= seen.backward_s / said.backward_s if said.backward_s else 1.0
     if measured:
         core_part = core / forward if forward else 0.0
         forward, backward = _measured_s(measured, micro_batch)

@@ -23,7 +23,7 @@ def step_price(devices: Iterable[Device], step_s: float) -> float | None:
     return None if hourly is None else hourly * step_s / 3600
 
 
-def price_per_million_tokens(devices: Iterable[Device], step_s: float, tokens_per_step: int) -> float | None:
+def price_per_million_tokens(devices: Iterable[Device], step_s: float, tokens_per_step: float) -> float | None:
     """Price of training on a million tokens; None if any device has no price."""
     price = step_price(devices, step_s)
     return None if price is None else price / tokens_per_step * 1e6

@@ -44,6 +44,17 @@ def headline(this: Prediction) -> list[tuple[str, str]]:
         ("cost per million tokens", money(this.cost_per_million_tokens)), ("cost per step", money(this.cost_per_step))]
 
 
+def batches(this: Prediction) -> list[tuple[str, str]]:
+    """Of samples of unequal length."""
+    use = this.batches
+    if use is None:
+        return []
+    return [("steps", f"{show_seconds(use.least_s)} to {show_seconds(use.most_s)}, standard deviation "
+             f"{show_seconds(use.deviation_s)} (the first {use.steps})"),
+            ("padding", f"{percent(use.padding)} of all positions"),
+            ("imbalance", f"the slowest replica computes {percent(use.imbalance)} longer than the mean")]
+
+
 def money(amount: float | None) -> str:
     """In the currency of the cluster file, which has no name."""
     return "" if amount is None else f"{amount:.3g}" if amount < 1000 else f"{amount:,.0f}"
@@ -51,7 +62,7 @@ def money(amount: float | None) -> str:
 
 def prediction(this: Prediction, of: Plan) -> View:
     """The figures, what bounds them, and what every device does and holds; equal devices share a row."""
-    facts = [*headline(this), ("bound by", this.bound), *(("", reason) for reason in this.reasons)]
+    facts = [*headline(this), *batches(this), ("bound by", this.bound), *(("", reason) for reason in this.reasons)]
     return View("prediction: fits" if this.fits else "prediction: does not fit", facts, [_devices(this, of)])
 
 

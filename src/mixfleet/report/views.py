@@ -14,7 +14,7 @@ from mixfleet.units import show_bytes, show_count, show_flops, show_rate
 if TYPE_CHECKING:
     from mixfleet.catalog.instances import Instance
     from mixfleet.cluster import Cluster, Device, Node
-    from mixfleet.job import Job
+    from mixfleet.job import Job, Lengths
     from mixfleet.model import Model
     from mixfleet.plan import Plan
 
@@ -179,6 +179,13 @@ def model(this: Model) -> View:
                f"per block, one sequence of {seq_len} tokens, 2-byte activations")])
 
 
+def _lengths(this: Lengths | None) -> str:
+    if this is None or this.kind == "file":
+        return this.path if this else ""
+    center = f"median {this.median:,}, sigma {this.sigma:g}, " if this.kind == "lognormal" else ""
+    return f"{this.kind}, {center}{this.least:,} to {f'{this.most:,}' if this.most else 'seq_len'}"
+
+
 def job(this: Job) -> View:
     """The job file in words."""
     return View(f"job {this.name}", [
@@ -190,6 +197,7 @@ def job(this: Job) -> View:
         ("gradient clipping", some(this.clip_norm, f"{this.clip_norm:g}")),
         ("steps", f"{this.steps:,}"),
         ("data", f"{this.data.kind} {this.data.path}".rstrip()),
+        ("lengths", _lengths(this.data.lengths)),
         ("objective", this.objective)])
 
 
@@ -215,6 +223,7 @@ def plan(this: Plan, on: Cluster | None = None) -> View:
     return View(
         f"plan {this.name}".rstrip(),
         [("job", this.job), ("cluster", this.cluster), ("schedule", this.schedule),
+         ("batching", "" if this.batching == "padded" else this.batching),
          ("global batch", str(this.global_batch)),
          ("sharding", f"weights {shard.weights}, gradients {shard.gradients}, optimizer {shard.optimizer} ways"),
          ("idle ranks", ranges(set(range(len(on.devices))) - set(this.ranks)) if on else ""),

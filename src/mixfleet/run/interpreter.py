@@ -54,8 +54,22 @@ from mixfleet.run.collective import Chain, Copies, Fabric, Sums, Task, overlaps
 from mixfleet.run.halves import Later, PutOff
 from mixfleet.run.state import DTYPES, Unit, bind
 
-MicroBatch = tuple[Tensor | None, Tensor | None]
-"""Inputs (where the first block is) and targets (where the last is) of one micro-batch."""
+
+class MicroBatch(NamedTuple):
+    """One micro-batch."""
+
+    inputs: Tensor | None
+    """Where the first block is."""
+    targets: Tensor | None
+    """Where the last one is."""
+    rows: int = 0
+    width: int = 0
+    """Positions of every row; 0: the micro-batch is what the plan says, of rows of `seq_len`."""
+    segments: tuple[int, ...] = ()
+    """Of a row of several samples: the lengths of its parts, each of which attends to itself only."""
+
+
+_PLAIN = MicroBatch(None, None)
 Shape = Callable[[int, int], tuple[int, ...]]
 """(block, samples) -> shape of what enters that block, before sequence sharding."""
 
@@ -168,7 +182,7 @@ class Interpreter:
         self._weight_storages = {u.compute.data.untyped_storage()._cdata for u in self.units.values()}
         self._sizes = self.pipeline.sizes(role.stage, place.member)
         """Samples of each micro-batch that are here."""
-        self._routes: dict[tuple[int, int], list[_Leg]] = {}
+        self._routes: dict[tuple[int, int, int], list[_Leg]] = {}
         self._do: dict[str, Callable[[Action], None]] = {
             F: self._forward, B: self._backward, I: self._backward, W: self._weights, SEND_ACT: self._send,
             RECV_ACT: self._receive, SEND_GRAD: self._send, RECV_GRAD: self._receive, GATHER: self._move,
@@ -227,20 +241,25 @@ class Interpreter:
         Stages of unequal tensor degree cut the sequence differently, and those with replicas of their own the samples;
         each overlap is one message.
         """
+        micro = self._batches.get(mb, _PLAIN)
         mb %= len(self._sizes)
-        if (peer, mb) not in self._routes:
+        key = (peer, micro.rows, micro.width) if micro.width else (peer, mb, 0)
+        if key not in self._routes:
             other, copy = self.pipeline.stages[peer], self.layout.plan.replicas[self.place.replica][1]
             shape = self.shape(self.stage.held[0], 1)
-            length = self.pipeline.tokens(shape[1], copy) if len(shape) > 2 else 1
+            length = micro.width or (self.pipeline.tokens(shape[1], copy) if len(shape) > 2 else 1)
             start = length * self.place.tensor_index // self.stage.tensor
-            before = self.pipeline.slices[self.role.stage][mb][self.place.member][0]
-            self._routes[peer, mb] = [
+            meetings, before = self.pipeline.meetings(self.role.stage, peer, mb), 0
+            if micro.width:  # stages have no replicas of their own then
+                meetings = ((0, 0, 0, micro.rows),)
+            else:
+                before = self.pipeline.slices[self.role.stage][mb][self.place.member][0]
+            self._routes[key] = [
                 _Leg(self.layout.plan.posts(self.role.pipeline, peer, copy, member)[j], first - before, last - before,
                      lo - start, hi - start)
-                for mine, member, first, last in self.pipeline.meetings(self.role.stage, peer, mb)
-                if mine == self.place.member
+                for mine, member, first, last in meetings if mine == self.place.member
                 for j, lo, hi in overlaps(length, self.stage.tensor, self.place.tensor_index, other.tensor)]
-        return self._routes[peer, mb]
+        return self._routes[key]
 
     # --- a step ----------------------------------------------------------------------------------------------------
 
@@ -366,7 +385,9 @@ class Interpreter:
             return value.wait()
 
     def _run(self, block: int, x: Tensor, mb: int) -> Tensor:
-        module, targets = self.modules[block], self._batches[mb][1]
+        module, (_, targets, *_, segments) = self.modules[block], self._batches[mb]
+        if segments:
+            module.segments = segments  # type: ignore[assignment]
         if (block, mb) in self._halved and torch.is_grad_enabled():
             with PutOff(self._later.setdefault((block, mb), ([], []))[0]):
                 return self._call(module, block, x, targets)
@@ -536,7 +557,7 @@ class Interpreter:
             views = [v for unit in self.units.values() for v in unit.norm_views]
             square = (torch.stack(torch._foreach_norm(views)).double().square().sum() if views
                       else torch.zeros((), dtype=torch.float64, device=self.device))
-            valid = sum(self._valid(t) for _, t in self._batches.values()) if counts else 0
+            valid = sum(self._valid(one.targets) for one in self._batches.values()) if counts else 0
             return torch.stack([self._loss if counts else torch.zeros_like(self._loss), square,
                                 square.new_tensor(valid), square.new_tensor(self._stop),
                                 square.new_tensor(self._writing), square.new_tensor(self.fabric.newly_sent())])

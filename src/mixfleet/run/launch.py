@@ -160,6 +160,9 @@ def train(plan: Plan, job: Job, cluster: Cluster, *, steps: int | None = None, o
         what = "move samples between replicas" if balance_every else "leave out steps that are not finite"
         raise InputError(f"cannot {what} under the schedule {plan.schedule}: the next steps are under way already. "
                          "Take a synchronous schedule")
+    if balance_every and plan.batching != "padded":
+        raise InputError(f"cannot move samples between replicas with `batching: {plan.batching}`, which shares out "
+                         "every step by what its samples cost. Leave out balance_every, or take `batching: padded`")
     options = Options(steps=job.steps if steps is None else steps, out_dir=str(out_dir), resume=str(resume),
                       checkpoint_every=checkpoint_every, keep=keep, trace_steps=trace_steps,
                       balance_every=balance_every, dead_band=dead_band, on_nan=on_nan, init_from=str(init_from),

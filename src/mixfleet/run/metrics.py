@@ -29,6 +29,10 @@ class StepMetrics(Spec, frozen=True, kw_only=True):
     bytes_sent: int | None = None
     note: str = ""
     """What is out of the ordinary: a step left out, samples that moved."""
+    padding: float | None = None
+    """Where samples differ in length: share of positions that held no token."""
+    imbalance: float | None = None
+    """And by how much the slowest replica computes longer than the mean, by the cost model."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -37,14 +41,16 @@ class StepMetrics(Spec, frozen=True, kw_only=True):
     def record(self) -> dict[str, Any]:
         """A plain mapping; numbers that are not finite become null, which JSON has no other way to say."""
         values = {field: getattr(self, field) for field in self.__struct_fields__} | {"tokens_per_s": self.tokens_per_s}
-        if not self.note:
-            del values["note"]
+        for field in ("note", "padding", "imbalance"):
+            if values[field] in ("", None):
+                del values[field]
         return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
 
     def __str__(self) -> str:
         sent = "" if self.bytes_sent is None else f"  sent {show_bytes(self.bytes_sent)}"
         return (f"step {self.step}  loss {self.loss:.4f}  {show_count(self.tokens_per_s)} tokens/s  "
                 f"{show_seconds(self.seconds)}  lr {self.lr:.3g}  norm {self.grad_norm:.3g}{sent}"
+                f"{'' if self.padding is None else f'  padding {self.padding:.0%}'}"
                 f"{f'  {self.note}' if self.note else ''}")
 
 

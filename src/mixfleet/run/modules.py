@@ -4,14 +4,16 @@ Block 0 maps tokens [b, s] to x; a layer maps x to x; the last block maps (x, ta
 losses. x is [b, s/t, hidden]: sharded along the sequence in the tensor-parallel group. Under context parallelism s
 counts the positions of this rank's part of the sequence; only attention looks beyond them. The parameters of a block
 are exactly those that its specification lists, each cut to this rank's slice. A parameter that is not cut sees only
-this rank's tokens or heads: the sum of its gradients over the group is its gradient. There is no dropout.
+this rank's tokens or heads: the sum of its gradients over the group is its gradient. Where `segments` are set, the one
+row holds several samples of these lengths, which attend to themselves and count their positions from 0. There is no
+dropout.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Literal
 
 import msgspec
@@ -163,6 +165,11 @@ class _Block(nn.Module):
         self.context = group.context
         self.routed: Tensor | None = None
         """Rows that went to each expert so far."""
+        self.segments: tuple[int, ...] = ()
+
+    def counted(self, table: Tensor) -> Tensor:
+        """Rows of a table of positions, for those of the packed samples one after another."""
+        return torch.cat([table[:n] for n in self.segments])
 
     def params(self) -> dict[str, Tensor]:
         return dict(self.named_parameters())
@@ -181,9 +188,9 @@ class _Block(nn.Module):
         """Normalized, whole sequence: [b, s/t, h] -> [b, s, h]."""
         return gather_sequence(self.normalize(x, norm, params), self.group)
 
-    def merge(self, partial: Tensor, params: dict[str, Tensor], *projections: str) -> Tensor:
+    def merge(self, part: Tensor, params: dict[str, Tensor], *projections: str) -> Tensor:
         """The sum over ranks and the biases of the row-cut projections that gave it: [b, s, h] -> [b, s/t, h]."""
-        x = scatter_sequence(partial, self.group)
+        x = scatter_sequence(part, self.group)
         for bias in (params.get(f"{name}.bias") for name in projections):
             x = x if bias is None else x + bias
         return x
@@ -208,6 +215,8 @@ class Embedding(_Block):
             table = params["positions.weight"][self.config.position_offset:]
             if self.context:
                 table = self.context.own(table, 0)
+            if self.segments:
+                table = self.counted(table)
             x = x + table[self.group.slice_of(sequence)]
         return x
 
@@ -236,12 +245,15 @@ class Layer(_Block):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if self.config.position == "rotary":
             rotated = int(head * self.config.rotary_fraction)
-            whole = sum(self.context.lengths) if self.context else x.shape[1]
+            whole = sum(self.context.lengths) if self.context else max(self.segments, default=x.shape[1])
             angles = _rotation(whole, rotated, self.config.rope_theta, x.dtype, x.device)
             if self.context:
                 angles = self.context.own(angles[0], 0), self.context.own(angles[1], 0)
+            if self.segments:
+                angles = self.counted(angles[0]), self.counted(angles[1])
             q, k = _rotate(q, *angles), _rotate(k, *angles)
-        core = self.shared_core if self.context else self.core
+        core = self.shared_core if self.context else partial(self.packed_core, self.segments) if self.segments else \
+            self.core
         mixed: Tensor | tuple[Tensor, ...]
         if self.selective:
             mixed = checkpoint(core, q, k, v, use_reentrant=False, preserve_rng_state=False)
@@ -277,6 +289,11 @@ class Layer(_Block):
             part, k[:, :, :hi], v[:, :, :hi], enable_gqa=q.shape[1] != k.shape[1],
             attn_mask=causal_lower_right(hi - lo, hi) if q.is_cuda and not window else  # which a kernel knows
             _bias(lo, hi, window, q.dtype, q.device)) for part, (lo, hi) in zip(parts, self.context.mine))
+
+    def packed_core(self, segments: tuple[int, ...], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The same where one row holds several samples: a causal attention for each, so that none sees another."""
+        parts = zip(*(torch.split(x, list(segments), 2) for x in (q, k, v)))
+        return torch.cat([self.core(*part) for part in parts], 2)
 
     def _eager(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
         """With scores in full; `visible` [queries, keys] is true where a query may see a key."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -45,6 +45,12 @@ class Source(Protocol):
     def batch(self, step: int, lo: int, hi: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets at places [lo, hi) of the step's global batch."""
 
+    def lengths(self, step: int) -> tuple[int, ...]:
+        """Tokens of every sample of a step, by its place; none if all are equally long."""
+
+    def rows(self, step: int, rows: Sequence[Sequence[int]], width: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets [rows, width]: in each row the samples at these places of the step, then padding."""
+
 
 class DecoderSource:
     """A job's own model and data."""
@@ -73,6 +79,12 @@ class DecoderSource:
 
     def batch(self, step: int, lo: int, hi: int) -> tuple[Tensor, Tensor]:
         return self._batches.batch(step, lo, hi)
+
+    def lengths(self, step: int) -> tuple[int, ...]:
+        return self._batches.lengths(step) if self.job.data.lengths else ()
+
+    def rows(self, step: int, rows: Sequence[Sequence[int]], width: int) -> tuple[Tensor, Tensor]:
+        return self._batches.rows(step, rows, width)
 
 
 class _Numbered:
@@ -129,3 +141,9 @@ class ModulesSource:
     def batch(self, step: int, lo: int, hi: int) -> tuple[Tensor, Tensor]:
         chosen = torch.from_numpy(self._batches.samples(step, lo, hi))
         return self.inputs[chosen], self.targets[chosen]
+
+    def lengths(self, step: int) -> tuple[int, ...]:
+        return ()
+
+    def rows(self, step: int, rows: Sequence[Sequence[int]], width: int) -> tuple[Tensor, Tensor]:
+        raise AssertionError("the samples of modules are all of one shape")

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mixfleet.batching import Batch, Batcher
 from mixfleet.cluster import Cluster
 from mixfleet.cost.kernels import fused_attention
 from mixfleet.errors import InputError, RunError
@@ -94,6 +95,9 @@ class Rank:
         self.saving: Saving | None = None
         """The checkpoint under way."""
         self._batches: list[MicroBatch] = []
+        self._batcher = Batcher(plan, job, cluster) if job.data.lengths and plan.synchronous else None
+        self.batch: Batch | None = None
+        """How the samples of the step lie on the replicas, where they differ in length."""
 
     def balance(self, steps: int, band: float) -> Rebalance | None:
         """Give samples of slow replicas to fast ones, by what they took in the last `steps`; None if all is well."""
@@ -195,20 +199,37 @@ class Rank:
     def batches(self, step: int) -> list[MicroBatch]:
         """This rank's micro-batches: inputs where it holds the first block, targets where it holds the last. Those of
         one pipeline stand behind those of another where it is in several."""
+        self.batch = self._batcher.step(self.source.lengths(step)) if self._batcher else None
+        if self.batch and self.plan.batching != "padded":
+            return self._arranged(step, self.batch)
         found: list[MicroBatch] = []
         seats = self.interpreter.seats if isinstance(self.interpreter, Crew) else [self.interpreter]
         for seat, place, pipeline in zip(seats, self.places, self._pipelines, strict=True):
             sizes, at = list(pipeline.micro_batches), self.plan.first_samples[place.replica]
             if not seat.is_first and not seat.is_last:
-                found += [(None, None)] * len(sizes)
+                found += [MicroBatch(None, None)] * len(sizes)
                 continue
             inputs, targets = self.source.batch(step, at, at + sum(sizes))
             if self._context:
                 inputs, targets = self._context.own(inputs, 1), self._context.own(targets, 1)
             mine = (parts[place.member] for parts in pipeline.slices[place.stage])
-            found += [(x[lo:hi].to(self.device) if seat.is_first else None,
-                       y[lo:hi].to(self.device) if seat.is_last else None) for x, y, (lo, hi) in zip(
-                           torch.split(inputs, sizes), torch.split(targets, sizes), mine, strict=True)]
+            found += [MicroBatch(x[lo:hi].to(self.device) if seat.is_first else None,
+                                 y[lo:hi].to(self.device) if seat.is_last else None) for x, y, (lo, hi) in zip(
+                                     torch.split(inputs, sizes), torch.split(targets, sizes), mine, strict=True)]
+        return found
+
+    def _arranged(self, step: int, batch: Batch) -> list[MicroBatch]:
+        """The micro-batches of this rank's replica."""
+        seat = self.interpreter
+        assert isinstance(seat, Interpreter)
+        found = []
+        for micro in batch.micro[self.places[0].replica]:
+            inputs = targets = None
+            if seat.is_first or seat.is_last:
+                inputs, targets = self.source.rows(step, micro.rows, micro.width)
+            found.append(MicroBatch(inputs.to(self.device) if seat.is_first and inputs is not None else None,
+                                    targets.to(self.device) if seat.is_last and targets is not None else None,
+                                    len(micro.rows), micro.width, micro.segments))
         return found
 
     def advance(self, until: int, stop: Callable[[], bool]) -> Iterator[StepResult]:
@@ -376,7 +397,9 @@ def train_loop(rank: Rank, options: Options, tell: Tell, stop: Callable[[], bool
             bounds.append((start + rank.recorder.offset_ns, end + rank.recorder.offset_ns))
         if first:
             tell(StepMetrics(step=rank.step, loss=result.loss, tokens=result.valid, seconds=(end - start) / 1e9, lr=lr,
-                             grad_norm=result.grad_norm, bytes_sent=result.bytes_sent, note=note))
+                             grad_norm=result.grad_norm, bytes_sent=result.bytes_sent, note=note,
+                             padding=rank.batch.padding if rank.batch else None,
+                             imbalance=rank.batch.imbalance if rank.batch else None))
         if rank.saving and not lag and not result.writing:
             commit()
         start = end if lag else time.perf_counter_ns()

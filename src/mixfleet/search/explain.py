@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import groupby
+from statistics import fmean
 
+from mixfleet.batching import steps_of
 from mixfleet.job import Job
 from mixfleet.plan import Pipeline, Plan, Sharding
 from mixfleet.search.bounds import upper_samples_per_s
@@ -12,7 +14,7 @@ from mixfleet.search.finder import TRIED, Search
 from mixfleet.search.miss import nearest_miss
 from mixfleet.search.result import Alternative, LeftOver, Ranked, SearchResult
 from mixfleet.search.space import Team, shapes, tensor_degrees
-from mixfleet.search.tables import Pieces
+from mixfleet.search.tables import Pieces, Tables
 from mixfleet.search.uneven import stranded
 from mixfleet.search.variants import is_deep, laid
 from mixfleet.sim import Prediction, predict
@@ -21,7 +23,7 @@ from mixfleet.units import show_seconds
 
 def explain(search: Search, top: int, exact: bool) -> SearchResult:
     """The answer of a finished search."""
-    upper = upper_samples_per_s(search.tables)
+    upper = _upper_samples_per_s(search)
     ranking = search.scored()[:top]
     judged = _alternatives(search)
     if not exact:  # an alternative may be better than all templates; and other families tell more than variants
@@ -42,6 +44,15 @@ def explain(search: Search, top: int, exact: bool) -> SearchResult:
         fraction_of_upper_bound=search.found[best].samples_per_s / upper,
         left_over=tuple(_left_over(search, best)),
         remaining_bound=search.remaining if search.remaining < best_score else None)
+
+
+def _upper_samples_per_s(search: Search) -> float:
+    """Samples of unequal length take at least what as many of their mean length would: attention grows faster."""
+    steps = steps_of(search.job)
+    if not steps:
+        return upper_samples_per_s(search.tables)
+    mean = int(fmean(n for step in steps for n in step))
+    return upper_samples_per_s(Tables(search.job.replace(seq_len=max(1, mean)), search.cluster))
 
 
 def _named(search: Search, plan: Plan, rank: int) -> Plan:
@@ -80,6 +91,8 @@ def summary(search: Search, plan: Plan) -> str:
     settings = [_sharding(plan)]
     if deep and plan.schedule != "1f1b":
         settings.append(plan.schedule + (f" in {rounds} chunks" if rounds > 1 else ""))
+    if plan.batching != "padded":
+        settings.append(f"{plan.batching} samples")
     if plan.accumulation == "layered":
         settings.append("layered")
     if plan.sharding.hierarchical:

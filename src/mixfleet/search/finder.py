@@ -13,11 +13,12 @@ from itertools import islice
 from math import inf
 from time import monotonic
 
+from mixfleet.batching import steps_of
 from mixfleet.cluster import Cluster
 from mixfleet.cost.money import price_per_hour
 from mixfleet.errors import InputError
 from mixfleet.job import Job
-from mixfleet.plan import Offload, Plan, ScheduleName, why_not
+from mixfleet.plan import Batching, Offload, Plan, ScheduleName, why_not
 from mixfleet.search.bounds import bound_s, compute_bound_s
 from mixfleet.search.candidates import Candidates
 from mixfleet.search.improve import frugal, neighbours
@@ -44,6 +45,7 @@ TURNED: tuple[ScheduleName, ...] = ("chimera", "dualpipe", "dualpipe-v")
 """Schedules that place the blocks otherwise, tried on request for the best pipelines."""
 AWAY: tuple[tuple[Offload, ...], ...] = (("optimizer",), ("weights", "optimizer"))
 """What is kept in host memory where nothing fits without."""
+BATCHED: tuple[Batching, ...] = ("packed", "bucketed")
 RELATIVES = 2
 """Simulations of plans that differ only in sharding, placement and sizes, before those of other plans."""
 IMPROVED, ROUNDS, TRIED = 2, 2, 4
@@ -297,6 +299,25 @@ class Search:
                     self.considered += 1
                     self.judge(other)
 
+    def batch(self) -> None:
+        """Where samples differ in length: shares out the steps of the best plans by cost, in rows of several samples or
+        of like lengths. Rows are then shorter than `seq_len`, so larger micro-batches may be better."""
+        if not steps_of(self.job, 1):
+            return
+        for _, _, plan in self.distinct()[:IMPROVED]:
+            for batching in BATCHED:
+                before = inf
+                for times in (1, 2, 4, 8):
+                    other = plan.replace(batching=batching, pipelines=tuple(
+                        p.replace(micro_batch=min(p.samples, times * p.micro_batch)) for p in plan.pipelines))
+                    if self.late() or other in self.found or why_not(other, self.job, self.cluster):
+                        break
+                    self.considered += 1
+                    prediction = self.judge(other)
+                    if prediction is None or not prediction.fits or prediction.step_s >= before:
+                        break
+                    before = prediction.step_s
+
     def distinct(self) -> list[tuple[float, int, Plan]]:
         """The best plan of every family, best first."""
         seen: dict[object, tuple[float, int, Plan]] = {}
@@ -346,6 +367,7 @@ def _found(search: Search, top: int, limits: Limits, schedule_search: bool) -> S
         search.schedule()
         search.improve()
     search.recompute()
+    search.batch()
     if schedule_search:
         search.reorder()
     return explain(search, top, exact and search.complete)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import NamedTuple
 
+from mixfleet.batching import Batch, Micro
 from mixfleet.cluster import Cluster
 from mixfleet.cost.clock import held_cost
 from mixfleet.cost.kernels import accumulate_s, anticipate_s, copy_s, host_copy_s, optimizer_s
@@ -110,12 +111,14 @@ class Played(NamedTuple):
         return max((max(row.end_ns) for row in self.rows if row.end_ns), default=0)
 
 
-def play(program: Program, plan: Plan, job: Job, cluster: Cluster, layout: Layout, *, fold: bool = True) -> Played:
-    """Runs one step. With `fold` off every entity gets a row of its own.
+def play(program: Program, plan: Plan, job: Job, cluster: Cluster, layout: Layout, *, fold: bool = True,
+         batch: Batch | None = None) -> Played:
+    """Runs one step. With `fold` off every entity gets a row of its own. `batch` is what the micro-batches of the step
+    are; None for rows of `seq_len`.
 
     Raises RuntimeError if the program deadlocks: `program.check` finds that with the reason.
     """
-    return _Player(program, plan, job, cluster, layout, fold).play()
+    return _Player(program, plan, job, cluster, layout, fold, batch).play()
 
 
 class _Voice(NamedTuple):
@@ -131,8 +134,9 @@ class _Voice(NamedTuple):
 class _Player:
     """Turns the program into a graph of tasks and runs it."""
 
-    def __init__(self, program: Program, plan: Plan, job: Job, cluster: Cluster, layout: Layout, fold: bool) -> None:
-        self._layout, self._devices = layout, cluster.devices
+    def __init__(self, program: Program, plan: Plan, job: Job, cluster: Cluster, layout: Layout, fold: bool,
+                 batch: Batch | None) -> None:
+        self._layout, self._devices, self._batch, self._seq_len = layout, cluster.devices, batch, job.seq_len
         self._whole = [pipeline.micro_batches * max(program.updates, 1) for pipeline in plan.pipelines]
         self._parts = {(p, s, m): pipeline.sizes(s, m) * max(program.updates, 1)
                        for p, pipeline in enumerate(plan.pipelines) for s, stage in enumerate(pipeline.stages)
@@ -144,13 +148,19 @@ class _Player:
         # What entities compute passes their cores, as transfers do.
         instances = self._traffic.instances + [Instance("compute", (e,), 0.0, tuple((port, 1.0) for port in ports))
                                                for e, ports in enumerate(self._traffic.cores) if ports]
-        self._colours = refine([self._pricing.kind(e) for e in range(count)], instances, capacities) if fold \
+        kinds = [(self._pricing.kind(e), () if batch is None else self._shapes(e)) for e in range(count)]
+        self._colours = refine(kinds, instances, capacities) if fold \
             else distinct(count, len(instances), len(capacities))
         self._flows = _Flows(self._traffic, self._colours, cluster)
         self._graph = Graph()
         self._shared: dict[tuple[object, ...], int] = {}
         self._link: dict[int, int] = {}
         """Task -> the instance of its transfer."""
+
+    def _shapes(self, e: int) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
+        """What the micro-batches of an entity are to the clock."""
+        assert self._batch is not None
+        return tuple((len(m.rows), m.width, m.segments) for m in self._batch.micro[self._traffic.entities[e].replica])
 
     def play(self) -> Played:
         groups: dict[tuple[int, ...], list[int]] = {}
@@ -204,7 +214,10 @@ class _Player:
                     return (), [self._graph.add()]
                 return (), [self._transfer(traffic.at[e, part], (action.mb,))]
             kind: Kind = (_SENDER[op], entity.pipeline, boundary(action))
-            return (), [self._transfer(traffic.at[e, kind], (action.mb,), sizes[action.mb], sizes[0])]
+            if self._batch is None:
+                return (), [self._transfer(traffic.at[e, kind], (action.mb,), sizes[action.mb], sizes[0])]
+            positions = self._batch.micro[entity.replica][action.mb].positions
+            return (), [self._transfer(traffic.at[e, kind], (action.mb,), positions, sizes[0] * self._seq_len)]
         if op in (GATHER, REDUCE, SYNC, PUBLISH):
             unit_kind = traffic.unit_kind[action.lo]
             phases = range(traffic.phases[op, unit_kind])
@@ -214,8 +227,9 @@ class _Player:
             if (NORM,) not in self._shared:
                 self._shared[NORM,] = self._graph.add(self._pricing.norm_ns)
             return (), [self._shared[NORM,]]
+        micro = self._batch.micro[entity.replica][action.mb] if self._batch and op in (F, B, I, W) else None
         mine = self._parts[entity.pipeline, entity.stage, entity.member]
-        parts = self._pricing.parts(e, action, mine[action.mb] if action.mb >= 0 else 0)
+        parts = self._pricing.parts(e, action, mine[action.mb] if action.mb >= 0 else 0, micro)
         ns = sum(part.ns for part in parts)
         return parts, [self._graph.add(*self._flows.computing(e, ns)) if stream_of(action)[0] == "compute"
                        else self._graph.add(ns)]
@@ -311,7 +325,7 @@ class Pricing:
         self._kind_of: dict[int, int] = {}
         self._groups: dict[tuple[object, ...], int] = {}
         self._group_of: dict[int, int] = {}
-        self._talk: dict[tuple[int, str, int, str], float] = {}
+        self._talk: dict[tuple[int, str, int, int, str], float] = {}
         self._neighbours: dict[tuple[int, int, int], list[int]] = {}
         self._tokens = [plan.pipelines[x.pipeline].tokens(job.seq_len, plan.replicas[x.replica][1])
                         for x in self._entities]
@@ -407,11 +421,11 @@ class Pricing:
         return (*(self._experts.held(x.replica, len(x.ranks), block.experts) for block in self._routes.values()),
                 *self._crowds[mates[0]])
 
-    def _expert_s(self, e: int, block: Block, mb: int, samples: int, phase: str) -> float:
+    def _expert_s(self, e: int, block: Block, mb: int, tokens: int, phase: str) -> float:
         """Seconds of the exchanges of rows in a layer of experts, routing even, while all others in the same nodes do
-        the same. Rows come back the way they went. Of micro-batch `mb` this entity has `samples`."""
+        the same. Rows come back the way they went. Of micro-batch `mb` this entity has so many `tokens`."""
         mates = self._mates(e)
-        key = (mates[0], block.kind, phase, *(self._having(m, mb, samples) for m in mates))
+        key = (mates[0], block.kind, phase, *(self._having(m, mb, tokens) for m in mates))
         if key not in self._rows_s:
             comms = [c for c in block.tensor_comm if c.routed and c.phase == phase]
             groups: dict[int, list[int]] = {}
@@ -422,18 +436,18 @@ class Pricing:
             mine = groups[mates[0]]
             total = 0.0
             for comm in comms:
-                loads = {id(group): self._rows(group, block, comm, [self._having(m, mb, samples) for m in group])
+                loads = {id(group): self._rows(group, block, comm, [self._having(m, mb, tokens) for m in group])
                          for group in groups.values()}
                 total += sum(self._beside_s(loads[id(mine)][way], [both[way] for both in loads.values()])
                              for way in (0, 1)) / 2
             self._rows_s[key] = total
         return self._rows_s[key]
 
-    def _having(self, e: int, mb: int, samples: int) -> int:
+    def _having(self, e: int, mb: int, tokens: int) -> int:
         """Tokens of an entity; those that share experts may have other micro-batches than the one that is looked at."""
         if self._experts.shared:
             return self._experts.tokens(self._entities[e].replica, mb)
-        return samples * self._tokens[e]
+        return tokens
 
     def _rows(self, group: list[int], block: Block, comm: TensorComm, tokens: list[int]) -> tuple[Loads, Loads]:
         """An exchange of rows among these entities, which have so many tokens, and the way back."""
@@ -482,22 +496,22 @@ class Pricing:
                 micro_batch = self._plan.pipelines[self._entities[e].pipeline].micro_batch
                 comms = {b.kind: b.tensor_comm for lo, hi in self._stage(e).chunks
                          for b in self._job.model.blocks[lo:hi]}
-                key = tuple(round(self._collective_s(e, comm, micro_batch) * NS_PER_S)
+                key = tuple(round(self._collective_s(e, comm, micro_batch, self._tokens[e]) * NS_PER_S)
                             for kind in comms for comm in comms[kind] if not (comm.routed and self._experts.shared))
             self._group_of[e] = self._groups.setdefault((self._entities[e].pipeline, self._entities[e].stage, key), e)
         return self._group_of[e]
 
-    def _tensor_s(self, e: int, block: Block, micro_batch: int, phase: str) -> float:
+    def _tensor_s(self, e: int, block: Block, micro_batch: int, tokens: int, phase: str) -> float:
         """Seconds of a block's collectives in the tensor group, all groups of the same role in its nodes at once."""
-        key = (self._group(e), block.kind, micro_batch, phase)
+        key = (self._group(e), block.kind, micro_batch, tokens, phase)
         if key not in self._talk:
-            self._talk[key] = sum(self._collective_s(e, comm, micro_batch)
+            self._talk[key] = sum(self._collective_s(e, comm, micro_batch, tokens)
                                   for comm in block.tensor_comm if comm.phase == phase and not comm.routed)
         return self._talk[key]
 
-    def _collective_s(self, e: int, comm: TensorComm, micro_batch: int) -> float:
+    def _collective_s(self, e: int, comm: TensorComm, micro_batch: int, tokens: int) -> float:
         ranks = self._entities[e].ranks
-        nbytes = tensor_bytes(comm, micro_batch, self._tokens[e], len(ranks), self._job)
+        nbytes = tensor_bytes(comm, micro_batch, tokens, len(ranks), self._job)
         return self._together_s(comm, nbytes, ranks, [self._entities[rival].ranks for rival in self._rivals(e)])
 
     def _together_s(self, comm: TensorComm, nbytes: int, ranks: tuple[int, ...],
@@ -517,12 +531,14 @@ class Pricing:
                     passing[port] += seconds
         return own.latency_s + own.turn_s + max(passing.values(), default=0.0)
 
-    def parts(self, e: int, action: Action, micro_batch: int) -> tuple[Part, ...]:
-        """What a compute action is made of, in order; `micro_batch` are the samples that the entity has of it."""
+    def parts(self, e: int, action: Action, micro_batch: int, micro: Micro | None = None) -> tuple[Part, ...]:
+        """What a compute action is made of, in order; `micro_batch` are the samples that the entity has of it, of
+        `seq_len` or as `micro` says."""
         if action.op in (F, B, I, W):
             if not micro_batch:
                 return ()
-            key: tuple[object, ...] = (self.kind(e), action.op, action.lo, action.hi, micro_batch)
+            key: tuple[object, ...] = (self.kind(e), action.op, action.lo, action.hi, micro_batch if micro is None else
+                                       (len(micro.rows), micro.width, micro.segments))
             if self._experts.shared:  # whose micro-batches may shrink apart
                 key += tuple(self._experts.tokens(self._entities[m].replica, action.mb) for m in self._mates(e))
         elif action.op in (STEP, PUSH, PULL) or action.op in HOST:
@@ -535,12 +551,12 @@ class Pricing:
             first = self._alike[action.lo]
             made = (self._step(e, first) if action.op == STEP else self._wave(e, action.op, first)
                     if action.op in (PUSH, PULL) else self._copy(e, action.op, first) if action.op in HOST
-                    else self._blocks(e, action, micro_batch) if action.op in (F, B, I, W)
+                    else self._blocks(e, action, micro_batch, micro) if action.op in (F, B, I, W)
                     else self._version(e, action))
             self._known[key] = tuple(Part(c, ns) for c, s in made if (ns := round(s * NS_PER_S)))
         return self._known[key]
 
-    def _blocks(self, e: int, action: Action, micro_batch: int) -> list[tuple[str, float]]:
+    def _blocks(self, e: int, action: Action, micro_batch: int, micro: Micro | None) -> list[tuple[str, float]]:
         """A tensor group, all who hold parts of the same sequences, and in actions with layers of experts those who
         share these, go at the pace of the slowest device, block by block."""
         ranks, stage, job, parts = self._entities[e].ranks, self._stage(e), self._job, self._parts_of(e)
@@ -548,7 +564,13 @@ class Pricing:
         meet = self._experts.shared and action.op != W and any(block.routed for block in blocks)
         together = self._in_step(e) if meet else parts
         devices = list({self._device[r]: self._cluster.devices[r] for r in ranks}.values())
-        kinds = {(self._device[r], x.replica if self._experts.shared else self._tokens[m]): (
+        lengths = {m: self._tokens[m] for m in together}
+        whole = job.seq_len
+        segments: tuple[int, ...] = ()
+        if micro is not None:  # which no one shares: it is all of its samples
+            micro_batch, whole, segments = len(micro.rows), micro.width, micro.segments
+            lengths = {e: whole}
+        kinds = {(self._device[r], x.replica if self._experts.shared else lengths[m]): (
             m, self._cluster.devices[r]) for m in together for x in (self._entities[m],) for r in x.ranks}
         forward = backward = weight = recompute = tensor = expert = 0.0
         modes = stage.modes
@@ -559,10 +581,10 @@ class Pricing:
             block = job.model.blocks[i]
             costs = []
             for m, device in kinds.values():
-                x, tokens = self._entities[m], self._tokens[m]
+                x, tokens = self._entities[m], lengths[m]
                 share = self._experts.share(block, x.replica, len(x.ranks), action.mb)
                 costs.append(held_cost(block, sizes[m], tokens, len(x.ranks), device, job, modes[i],
-                                       job.seq_len / tokens, share))
+                                       whole / tokens, share, segments))
             mine = self._experts.share(block, self._entities[e].replica, len(ranks), action.mb)
             forward += max(c.forward_s for c in costs)
             backward += max(c.backward_s for c in costs)
@@ -575,10 +597,10 @@ class Pricing:
                 continue
             phases = ["forward"] * (action.op == F or modes[i] == "full") + ["backward"] * (action.op != F)
             if block.routed and (self._experts.shared or len(ranks) > 1):
-                expert += sum(max(self._expert_s(m, block, action.mb, sizes[m], phase) for m in together)
+                expert += sum(max(self._expert_s(m, block, action.mb, sizes[m] * lengths[m], phase) for m in together)
                               for phase in phases)
-            tensor += sum(max(self._tensor_s(m, block, sizes[m], phase) for m in together) for phase in phases
-                          if len(ranks) > 1)
+            tensor += sum(max(self._tensor_s(m, block, sizes[m], lengths[m], phase) for m in together)
+                          for phase in phases if len(ranks) > 1)
             if len(parts) > 1:
                 tensor += sum(self._context_s(e, comm, micro_batch) for comm in block.context_comm
                               if (comm.phase == "forward" and (action.op == F or modes[i] != "none"))

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from math import ceil
+from statistics import fmean, pstdev
 
 from mixfleet import trace as tr
+from mixfleet.batching import Batch, Batcher, BatchUse, steps_of
 from mixfleet.cluster import Cluster, Device
 from mixfleet.cost.kernels import compute_dtype
 from mixfleet.cost.memory import allocator_factor, attention_note
 from mixfleet.cost.money import price_per_million_tokens, step_energy_j, step_price
 from mixfleet.errors import InputError
 from mixfleet.job import Job
+from mixfleet.model.spec import Size
 from mixfleet.plan import Plan, why_not
 from mixfleet.program.action import PUBLISH, STEP, Action, B, F, Program, stream_of
 from mixfleet.program.layout import Layout
@@ -114,6 +117,10 @@ class Prediction(Spec, frozen=True, kw_only=True):
     sent_bytes: dict[str, Sent] | None
     """Payload bytes that each rank (as text) sends in a step, by operation (`sim.sent`); None for large plans unless
     asked for."""
+    batches: BatchUse | None = None
+    """Of a job whose samples differ in length: `step_s` and all rates are means over these steps; the rest is of the
+    step whose time is nearest to the mean, memory that of the fullest micro-batches there can be, and `sent_bytes` of
+    the first step."""
     trace: Trace | None = None
 
     @property
@@ -162,11 +169,21 @@ YOUNG = 500_000
 def _predicted(plan: Plan, job: Job, cluster: Cluster, trace: bool, sent: bool) -> Prediction:
     layout = Layout(plan, job.model)
     program = lower(plan, job.model, layout)
-    played = play(program, plan, job, cluster, layout)
+    use, batch, tokens = None, None, float(job.tokens_per_step)
+    lengths: tuple[int, ...] = ()
+    steps = steps_of(job)
+    if steps:
+        batcher = Batcher(plan, job, cluster)
+        batches = [batcher.step(one) for one in steps]
+        played, typical, use = _several(batches, program, plan, job, cluster, layout)
+        lengths, tokens = steps[typical], use.tokens
+        batch = batches[0] if plan.batching != "padded" else None
+    else:
+        played = play(program, plan, job, cluster, layout)
     memories = {(r, rank): follow(row, rank, plan, job, cluster, layout)
                 for r, row in enumerate(played.rows) for rank in _kinds(row, cluster).values()}
-    record = _trace(played, memories if trace else {}, plan, job, cluster, named=trace)
-    step_s = tr.step_s(record)
+    record = _trace(played, memories if trace else {}, plan, job, cluster, named=trace, lengths=lengths)
+    step_s = use.step_s if use else tr.step_s(record)
     devices = _devices(played, memories, job, cluster, layout, tr.utilization(record))
     crowded = tuple(_crowded(devices, cluster))
     used = [cluster.devices[rank] for rank in plan.ranks]
@@ -174,24 +191,47 @@ def _predicted(plan: Plan, job: Job, cluster: Cluster, trace: bool, sent: bool) 
     exposed = tr.mean_exposed(record)
     critical = _critical(played)
     return Prediction(
-        step_s=step_s, tokens_per_s=job.tokens_per_step / step_s, samples_per_s=job.global_batch / step_s,
+        step_s=step_s, tokens_per_s=tokens / step_s, samples_per_s=job.global_batch / step_s,
         mfu=mfu, hfu=hfu, bubble=tr.bubble(record), exposed_s=exposed, devices=devices,
         fits=all(d.fits for d in devices) and not crowded,
         reasons=(*_reasons(devices, plan, job, cluster), *crowded),
         bound=_bound(critical, devices), critical=critical, cost_per_step=step_price(used, step_s),
-        cost_per_million_tokens=price_per_million_tokens(used, step_s, job.tokens_per_step),
+        cost_per_million_tokens=price_per_million_tokens(used, step_s, tokens),
         energy_j=step_energy_j(used, step_s),
-        sent_bytes=bytes_sent(lower(plan, job.model, layout, updates=1), plan, job, layout) if sent else None,
-        trace=record if trace else None)
+        sent_bytes=bytes_sent(lower(plan, job.model, layout, updates=1), plan, job, layout, batch=batch) if sent else
+        None, batches=use, trace=record if trace else None)
 
 
-def flops_per_step(job: Job, plan: Plan) -> tuple[float, float]:
-    """FLOPs of one step over all devices: of the model, and with what the plan recomputes."""
-    known: dict[str, tuple[float, float, float]] = job.__dict__.setdefault("_flops", {})
+def _several(batches: Sequence[Batch], program: Program, plan: Plan, job: Job, cluster: Cluster, layout: Layout
+             ) -> tuple[Played, int, BatchUse]:
+    """Plays some steps: that whose time is nearest to their mean, its number, and what is to be said of all. Padded
+    steps take equally long."""
+    alike = plan.batching == "padded"
+    played = [play(program, plan, job, cluster, layout, batch=None if alike else batch)
+              for batch in (batches[:1] if alike else batches)]
+    seconds = [one.end_ns / NS_PER_S for one in played]
+    mean = fmean(seconds)
+    typical = min(range(len(played)), key=lambda k: abs(seconds[k] - mean))
+    return played[typical], typical, BatchUse(
+        steps=len(batches), step_s=mean, least_s=min(seconds), most_s=max(seconds), deviation_s=pstdev(seconds),
+        tokens=fmean(batch.tokens for batch in batches), padding=fmean(batch.padding for batch in batches),
+        imbalance=fmean(batch.imbalance for batch in batches))
+
+
+def flops_per_step(job: Job, plan: Plan, lengths: Sequence[int] = ()) -> tuple[float, float]:
+    """FLOPs of one step over all devices: of the model, and with what the plan recomputes. `lengths` are those of the
+    step's samples, if not all `seq_len`; padding does not count."""
+    powers = [fmean(n**k for n in lengths) if lengths else float(job.seq_len**k) for k in range(3)]
+
+    def per_sample(size: Size) -> float:
+        """The mean over samples of a count, a polynomial in the length."""
+        return sum(term.coef * powers[term.s] for term in size.terms)
+
+    known: dict[str, tuple[float, float, float]] = {} if lengths else job.__dict__.setdefault("_flops", {})
     for block in job.model.blocks:
         if block.kind not in known:
-            forward = [(op.kind, op.flops.at(1, job.seq_len)) for op in block.ops]
-            backward = sum(op.backward_flops.at(1, job.seq_len) for op in block.ops)
+            forward = [(op.kind, per_sample(op.flops)) for op in block.ops]
+            backward = sum(per_sample(op.backward_flops) for op in block.ops)
             known[block.kind] = (sum(n for _, n in forward), backward,
                                  sum(n for kind, n in forward if kind == "attention"))
     model = job.global_batch * sum(sum(known[b.kind][:2]) for b in job.model.blocks)
@@ -210,8 +250,10 @@ def _kinds(row: Row, cluster: Cluster) -> dict[Device, int]:
 
 
 def _trace(played: Played, memories: dict[tuple[int, int], Memory], plan: Plan, job: Job, cluster: Cluster, *,
-           named: bool = True) -> Trace:
-    """The record of what was played. Spans without names are enough for sums, and much of the work is saved."""
+           named: bool = True, lengths: Sequence[int] = ()) -> Trace:
+    """The record of what was played; `lengths` are those of the samples, if not all `seq_len`.
+
+    Spans without names are enough for sums, and much of the work is saved."""
     spans: list[Span] = []
     marks: list[MemoryMark] = []
     names: dict[str, str] = {}
@@ -238,11 +280,11 @@ def _trace(played: Played, memories: dict[tuple[int, int], Memory], plan: Plan, 
         names[str(device)] = cluster.devices[device].name
         counts[str(device)] = sum(len(m.ranks) for m in row.members)
         row_of |= {str(rank): device for m in row.members for rank in m.ranks}
-    model, hardware = flops_per_step(job, plan)
+    model, hardware = flops_per_step(job, plan, lengths)
     found = Trace(spans=tuple(spans), memory=tuple(marks), meta={
         "kind": "predicted", "steps_ns": [[a, b] for a, b in pairwise(steps)],
         "device_names": names, "multiplicity": counts,
-        "row_of": row_of, "tokens_per_step": job.tokens_per_step, "model_flops_per_step": model,
+        "row_of": row_of, "tokens_per_step": sum(lengths) or job.tokens_per_step, "model_flops_per_step": model,
         "hardware_flops_per_step": hardware, "peak_flops": sum(
             d.flops[compute_dtype(d, job.precision)] * d.share for d in (cluster.devices[r] for r in plan.ranks))} | (
             {"note": cluster.note} if cluster.note else {}))

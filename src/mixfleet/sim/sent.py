@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from mixfleet.batching import Batch
 from mixfleet.cost.memory import boundary_bytes
 from mixfleet.job import Job
 from mixfleet.model.spec import Block
@@ -23,12 +24,14 @@ Sent = dict[str, int]
 values, and their gradients, under context parallelism, E for rows to experts and back."""
 
 
-def bytes_sent(program: Program, plan: Plan, job: Job, layout: Layout, routing: Routing | None = None
-               ) -> dict[str, Sent]:
-    """By rank (as text). State moves are counted from `Layout.moves`, messages between stages by sequence shard,
-    tensor-parallel collectives as the runtime makes them, from shards sent directly. The few bytes of the norm are
-    left out. Which rows go to which expert only the data say: with `routing`, what a run reports, its bytes are exact;
-    without, every expert gets equally many rows."""
+def bytes_sent(program: Program, plan: Plan, job: Job, layout: Layout, routing: Routing | None = None,
+               batch: Batch | None = None) -> dict[str, Sent]:
+    """By rank (as text), in a step whose micro-batches are those of `batch`, or rows of `seq_len`.
+
+    State moves are counted from `Layout.moves`, messages between stages by sequence shard, tensor-parallel collectives
+    as the runtime makes them, from shards sent directly. The few bytes of the norm are left out. Which rows go to which
+    expert only the data say: with `routing`, what a run reports, its bytes are exact; without, every expert gets
+    equally many rows."""
     found: dict[int, Counter[str]] = {rank: Counter() for rank in plan.ranks}
     experts = Experts(plan, job)
     counted: set[tuple[object, ...]] = set()
@@ -46,7 +49,11 @@ def bytes_sent(program: Program, plan: Plan, job: Job, layout: Layout, routing: 
                 block = job.model.blocks[action.hi - 1 if op == SEND_ACT else action.lo - 1]
                 for i, j, lo, hi in pipeline.meetings(role.stage, action.peer, action.mb % len(sizes)):
                     for r in range(pipeline.copies):
-                        nbytes = boundary_bytes(block, hi - lo, pipeline.tokens(job.seq_len, r), 1, job)
+                        samples, length = hi - lo, pipeline.tokens(job.seq_len, r)
+                        if batch:
+                            micro = batch.micro[first + r][action.mb]
+                            samples, length = len(micro.rows), micro.width
+                        nbytes = boundary_bytes(block, samples, length, 1, job)
                         here = Entity(role.pipeline, role.stage, first + r, stage.ranks(r, i))
                         there = Entity(role.pipeline, action.peer, first + r, stages[action.peer].ranks(r, j))
                         for rank, _, n in shards(here, there, nbytes):
@@ -66,6 +73,9 @@ def bytes_sent(program: Program, plan: Plan, job: Job, layout: Layout, routing: 
                 for r, member in copies if stage.tensor > 1 or pipeline.context > 1 else ():
                     samples = pipeline.sizes(role.stage, member)[action.mb % len(sizes)]
                     shape = (samples, pipeline.tokens(job.seq_len, r), stage.tensor)
+                    if batch:
+                        micro = batch.micro[first + r][action.mb]
+                        shape = (len(micro.rows), micro.width, stage.tensor)
                     sent = Counter[str]()
                     for b in range(action.lo, action.hi):
                         sent += _inside(job.model.blocks[b], action, shape, pipeline.context, job, modes[b])
@@ -81,7 +91,10 @@ def bytes_sent(program: Program, plan: Plan, job: Job, layout: Layout, routing: 
                         samples = pipeline.sizes(role.stage, member)[action.mb % len(sizes)]
                         if not samples:
                             continue
-                        who = [(first + r, stage.ranks(r, member), samples * pipeline.tokens(job.seq_len, r))]
+                        tokens = samples * pipeline.tokens(job.seq_len, r)
+                        if batch:
+                            tokens = batch.micro[first + r][action.mb].positions
+                        who = [(first + r, stage.ranks(r, member), tokens)]
                         if experts.shared:
                             who = [(k, plan.pipelines[p].stages[role.stage].ranks(q), experts.tokens(k, action.mb))
                                    for k in experts.mates(first + r) for p, q in (plan.replicas[k],)]

@@ -1,0 +1,303 @@
+"""Samples of unequal length: their lengths, how they are shared out, and what a prediction says about it."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mixfleet.batching import Batcher, Bin, Curve, Micro, shaped, steps_of
+from mixfleet.cluster import BlockTime, Cluster, Link, Node
+from mixfleet.cost.kernels import block_cost
+from mixfleet.errors import InputError
+from mixfleet.job import Data, Job, Lengths
+from mixfleet.model.families import build
+from mixfleet.plan import Pipeline, Plan, Sharding, Stage, why_not
+from mixfleet.samples import open_sizes
+from mixfleet.sim import predict
+from run_pool import CLUSTER, CPU, job, pipe, plan
+
+TAIL = Lengths(kind="lognormal", median=48, sigma=0.8, least=4)
+FAST = CPU.replace(name="fast", flops={"fp32": 4e10, "fp64": 2e10}, vector_flops=4e10, memory_Bps=4e10)
+LINK = Link(latency_s=1e-5, bandwidth_Bps=1e9)
+MIXED = Cluster(name="mixed", nodes=(Node(name="n", devices=(FAST, CPU), link=LINK, nic=LINK),))
+
+
+def long_job(batch: int = 16, lengths: Lengths | None = TAIL) -> Job:
+    figures = {"layers": 2, "hidden": 32, "heads": 4, "vocab": 64, "max_seq_len": 256}
+    return Job(name="tail", model=build(figures), seq_len=256, global_batch=batch, precision="fp32", seed=3,
+               data=Data(lengths=lengths))
+
+
+def two(batching: str = "padded", samples: tuple[int, int] = (12, 4), micro_batch: int = 2, degree: int = 1) -> Plan:
+    return Plan(batching=batching, sharding=Sharding(  # type: ignore[arg-type]
+        weights=degree, gradients=degree, optimizer=degree), pipelines=tuple(
+        Pipeline(stages=(Stage(blocks=(0, 4), devices=(r,)),), samples=n, micro_batch=micro_batch)
+        for r, n in enumerate(samples)))
+
+
+# --- how long samples are ---------------------------------------------------------------------------------------------
+
+
+def test_lengths_are_drawn_by_sample_alone() -> None:
+    sizes = open_sizes(long_job())
+    assert sizes is not None
+    whole = sizes.of(np.arange(20_000))
+    assert np.array_equal(sizes.of(np.array([12_345, 3])), whole[[12_345, 3]])
+    assert whole.min() == 4
+    assert whole.max() == 256
+    assert np.median(whole) == pytest.approx(48, abs=1)
+    assert np.quantile(np.log(whole), 0.84) - np.log(48) == pytest.approx(0.8, abs=0.05)
+    assert steps_of(long_job()) == steps_of(long_job().replace(steps=7))
+    assert steps_of(long_job()) != steps_of(long_job().replace(seed=4))
+    assert steps_of(long_job(lengths=None)) == []
+
+
+def test_a_corpus_is_cut_by_its_lengths(tmp_path: Path) -> None:
+    from mixfleet.run.data import open_batches
+
+    (tmp_path / "text").write_bytes(bytes(range(30)))
+    (tmp_path / "lengths").write_text("3\n8\n\n1\n7\n")
+    data = Data(kind="text", path="text", lengths=Lengths(kind="file", path="lengths"))
+    figures = {"layers": 1, "hidden": 4, "heads": 1, "vocab": 256, "max_seq_len": 8}
+    work = job(4, data=data, figures=figures)
+    batches = open_batches(work, tmp_path)
+    numbers = batches.samples(0, 0, 4).tolist()
+    starts, lengths = {0: 0, 1: 3, 2: 11, 3: 12}, {0: 3, 1: 8, 2: 1, 3: 7}
+    assert batches.lengths(0) == tuple(lengths[i] for i in numbers)
+    tokens, targets = batches.rows(0, [[2, 0], [1]], 12)
+    row = [t for i in (numbers[2], numbers[0]) for t in range(starts[i], starts[i] + lengths[i])]
+    assert tokens[0].tolist() == row + [0] * (12 - len(row))
+    assert targets[0].tolist() == [t + 1 for t in row] + [-100] * (12 - len(row))
+    tokens, targets = batches.batch(0, 1, 2)
+    start, n = starts[numbers[1]], lengths[numbers[1]]
+    assert targets[0].tolist() == list(range(start + 1, start + n + 1)) + [-100] * (8 - n)
+    drawn = work.replace(data=data.replace(lengths=Lengths(kind="uniform", least=2)))
+    cut = open_sizes(drawn, tmp_path)
+    assert cut is not None
+    every = cut.of(np.arange(len(cut)))
+    assert every.sum() == 29  # each token but the first is a target once
+    assert all(2 <= n <= 8 for n in every[:-1])
+
+
+@pytest.mark.parametrize(("text", "says"), [
+    ("3\nx\n", r"lengths:2: 'x' is not a length; give one whole number per line"),
+    ("3\n\n9\n", r"lengths:3: 9 is not a length; seq_len is 8, so lengths are 1 to 8"),
+    ("", "holds no lengths"), ("8\n8\n8\n8\n", "its lengths need 33 tokens; .*text holds 30")])
+def test_bad_files_of_lengths(text: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(bytes(range(30)))
+    (tmp_path / "lengths").write_text(text)
+    data = Data(kind="text", path=str(tmp_path / "text"),
+                lengths=Lengths(kind="file", path=str(tmp_path / "lengths")))
+    with pytest.raises(InputError, match=says):
+        open_sizes(job(4, data=data))
+    with pytest.raises(InputError, match="unknown file of lengths 'lenghts'; did you mean 'lengths'"):
+        open_sizes(job(4, data=data.replace(lengths=Lengths(kind="file", path=str(tmp_path / "lenghts")))))
+
+
+def test_bad_distributions() -> None:
+    with pytest.raises(InputError, match="median is 0; kind 'lognormal' needs one of at least 1"):
+        Lengths(kind="lognormal")
+    with pytest.raises(InputError, match="path is empty"):
+        Lengths(kind="file")
+    with pytest.raises(InputError, match="most is 9; seq_len is 8, the longest"):
+        open_sizes(job(data=Data(lengths=Lengths(kind="uniform", most=9))))
+    with pytest.raises(InputError, match="least is 9; the longest sample has 8"):
+        open_sizes(job(data=Data(lengths=Lengths(kind="uniform", least=9))))
+
+
+def test_a_job_file_keeps_them(tmp_path: Path) -> None:
+    work = long_job(lengths=Lengths(kind="file", path=str(tmp_path / "far" / "lengths.npy")))
+    (tmp_path / "far").mkdir()
+    np.save(tmp_path / "far" / "lengths.npy", np.array([5, 256, 17]))
+    work.save(tmp_path / "j.yaml")
+    assert "path: far/lengths.npy" in (tmp_path / "j.yaml").read_text()
+    found = Job.load(tmp_path / "j.yaml")
+    assert found == work
+    assert sorted(set(steps_of(found, 1)[0])) == [5, 17, 256]
+
+
+# --- who computes what ------------------------------------------------------------------------------------------------
+
+
+def batcher(batching: str, bins: list[Bin], *, in_step: bool = False) -> Batcher:
+    """One of these replicas, in place of those that a plan makes."""
+    made = Batcher(two(batching), long_job(), MIXED)
+    at = 0
+    made.bins, made._naive, made._in_step, made._seq_len = bins, [], in_step, bins[0].room
+    for b in bins:
+        made._naive.append([])
+        for _ in range(b.micro_batches):
+            made._naive[-1].append((at,))
+            at += 1
+    return made
+
+
+def brute(batching: str, bins: list[Bin], lengths: tuple[int, ...]) -> float:
+    """Seconds of the best of all ways to lay samples into micro-batches."""
+    slots = [(r, m) for r, b in enumerate(bins) for m in range(b.micro_batches)]
+    best = float("inf")
+    for where in product(range(len(slots)), repeat=len(lengths)):
+        seconds = [0.0] * len(bins)
+        fits = True
+        for k, (r, _) in enumerate(slots):
+            places = [i for i, w in enumerate(where) if w == k]
+            micro = shaped(places, lengths, bins[r].unit, batching)  # type: ignore[arg-type]
+            fits &= micro.positions <= bins[r].room
+            squares = sum(n * n for n in micro.segments) or len(micro.rows) * micro.width**2
+            curve = bins[r].curve
+            seconds[r] += curve.fixed_s + curve.position_s * micro.positions + curve.square_s * squares
+        if fits:
+            best = min(best, max(seconds))
+    return best
+
+
+CURVES = [Curve(0.3, 1.0, 0.05), Curve(0.1, 2.3, 0.02), Curve(0.7, 0.6, 0.11)]
+
+
+@pytest.mark.parametrize("batching", ["packed", "bucketed"])
+@pytest.mark.parametrize(("counts", "room", "unit", "lengths"), [
+    ((2, 1), 10, 1, (10, 7, 1)), ((2, 2), 8, 2, (3, 8, 1, 5)), ((1, 2, 2), 9, 1, (2, 9, 4, 4, 1)),
+    ((1, 1, 1), 12, 3, (11, 1, 6)), ((3, 1), 7, 1, (7, 6, 5, 1))])
+def test_small_steps_are_the_best_there_is(batching: str, counts: tuple[int, ...], room: int, unit: int,
+                                           lengths: tuple[int, ...]) -> None:
+    room = -(-room // unit) * unit
+    bins = [Bin(CURVES[k], n, room, unit) for k, n in enumerate(counts)]
+    found = batcher(batching, bins).step(lengths)
+    assert max(found.seconds) == pytest.approx(brute(batching, bins, lengths), rel=1e-12)
+
+
+@given(st.lists(st.integers(1, 16), min_size=6, max_size=24), st.sampled_from(["packed", "bucketed"]),
+       st.booleans(), st.sampled_from([1, 2, 4]), st.sampled_from([1, 3]))
+def test_never_worse_than_in_order_and_no_sample_lost(lengths: list[int], batching: str, in_step: bool, unit: int,
+                                                      stages: int) -> None:
+    count = len(lengths)
+    shares = (count // 2, count // 3, count - count // 2 - count // 3)
+    bins = [Bin(CURVES[k], n, 16, unit, stages) for k, n in enumerate(shares)]
+    made = batcher(batching, bins, in_step=in_step)
+    found = made.step(tuple(lengths))
+    assert found == batcher(batching, bins, in_step=in_step).step(tuple(lengths))
+    used = [p for one in found.micro for m in one for row in m.rows for p in row]
+    assert sorted(used) == list(range(count))
+    for one, b in zip(found.micro, bins):
+        assert len(one) == b.micro_batches
+        for m in one:
+            assert m.positions <= b.room
+            assert m.width % unit == 0
+            assert batching != "packed" or sum(m.segments) == m.width
+            assert all(sum(lengths[p] for p in row) <= m.width for row in m.rows)
+    naive = [[shaped(places, lengths, b.unit, batching) for places in one]  # type: ignore[arg-type]
+             for one, b in zip(made._naive, bins)]
+    assert made._makespan(found.micro) <= made._makespan(naive) * (1 + 1e-12)
+    assert found.tokens == sum(lengths)
+
+
+def test_a_step_by_hand() -> None:
+    """1 s per position and 3 s: of samples of 6, 4 and 2 tokens 6 + 4 take the fast one 10 s, and 2 the slow one 6 s;
+    6 + 2 there and 4 here would take 12 s."""
+    bins = [Bin(Curve(0, 1, 0), 2, 6, 1), Bin(Curve(0, 3, 0), 1, 6, 1)]
+    found = batcher("packed", bins).step((4, 2, 6))
+    assert found.seconds == (10, 6)
+    assert found.micro == ((Micro(((2,),), 6, (6,)), Micro(((0,),), 4, (4,))), (Micro(((1,),), 2, (2,)),))
+    assert found.padding == 0
+    assert found.imbalance == pytest.approx(10 / 8 - 1)
+    # In buckets 4 and 2 in rows of 4, beside 6, take 14 s; a third replica would need 18 s for 2, and does nothing.
+    bucketed = batcher("bucketed", [Bin(Curve(0, 1, 0), 2, 8, 1), Bin(Curve(0, 9, 0), 1, 8, 1)]).step((4, 2, 6))
+    assert bucketed.micro == ((Micro(((0,), (1,)), 4), Micro(((2,),), 6)), (Micro(((),), 1),))
+    assert bucketed.padding == pytest.approx(3 / 15)
+
+
+def test_curves_split_what_grows_with_the_square() -> None:
+    """Doubling the length of rows of equal positions adds attention only; the curve says what the cost model says."""
+    work = long_job()
+    made = Batcher(two(micro_batch=4), work, MIXED)
+    fast, slow = made.bins
+    assert slow.curve.position_s == pytest.approx(4 * fast.curve.position_s, rel=0.05)
+    for rows, width in ((4, 256), (8, 128), (4, 128)):
+        cost = sum(sum(block_cost(b, rows, width, 1, CPU, work)[:2]) for b in work.model.blocks)
+        assert slow.curve.of(rows * width, rows * width**2) == pytest.approx(cost, rel=1e-6)
+    assert slow.curve.square_s > 0
+
+
+def test_attention_of_packed_rows_is_of_each_sample() -> None:
+    work = long_job()
+    layer = work.model.blocks[1]
+    row = block_cost(layer, 1, 128, 1, CPU, work)
+    assert block_cost(layer, 1, 128, 1, CPU, work, segments=(128,)) == row
+    halves = block_cost(layer, 1, 128, 1, CPU, work, segments=(64, 64))
+    two_rows = block_cost(layer, 2, 64, 1, CPU, work)
+    assert halves.forward_s < row.forward_s
+    assert halves.forward_s == pytest.approx(two_rows.forward_s + 20e-6)  # one more kernel is issued
+
+
+def test_measured_blocks_serve_other_lengths() -> None:
+    """Three times slower than modelled at 256 positions is three times slower at 64, and in packed rows."""
+    work = long_job()
+    layer, bare = work.model.blocks[1], block_cost(work.model.blocks[1], 1, 256, 1, CPU, work)
+    seen = CPU.replace(block_times=(BlockTime(block=layer.kind, micro_batch=1, seq_len=256, precision="fp32",
+                                              forward_s=3 * bare.forward_s, backward_s=5 * bare.backward_s),))
+    for shape in ((4, 64, 1), (1, 64, 1)):
+        plain = block_cost(layer, *shape, CPU, work)
+        found = block_cost(layer, *shape, seen, work)
+        assert found.forward_s == pytest.approx(3 * plain.forward_s)
+        assert found.backward_s == pytest.approx(5 * plain.backward_s)
+    packed = block_cost(layer, 1, 256, 1, seen, work, segments=(100, 156))
+    assert packed.forward_s == pytest.approx(
+        3 * block_cost(layer, 1, 256, 1, CPU, work, segments=(100, 156)).forward_s)
+
+
+# --- what a prediction says -------------------------------------------------------------------------------------------
+
+
+def test_a_long_tail_is_predicted() -> None:
+    """S57: less waste and shorter steps than in order; time, spread, waste and imbalance are those of the steps."""
+    found = {b: predict(two(b), long_job(), MIXED) for b in ("padded", "bucketed", "packed")}
+    uses = {b: p.batches for b, p in found.items()}
+    mean = np.mean([sum(one) for one in steps_of(long_job())])
+    for batching, use in uses.items():
+        assert use is not None
+        assert use.tokens == pytest.approx(mean)
+        assert found[batching].tokens_per_s == pytest.approx(mean / found[batching].step_s)
+        assert use.least_s <= use.step_s <= use.most_s
+    assert uses["padded"].padding == pytest.approx(1 - mean / (16 * 256))
+    assert uses["padded"].deviation_s == 0
+    assert uses["packed"].padding == 0
+    assert uses["packed"].deviation_s > 0
+    assert uses["bucketed"].padding < 0.5 * uses["padded"].padding
+    assert uses["packed"].imbalance < 0.05
+    assert max(found["packed"].step_s, found["bucketed"].step_s) < 0.5 * found["padded"].step_s
+    assert [d.peak_bytes for d in found["packed"].devices] == [d.peak_bytes for d in found["padded"].devices]
+    assert predict(two(), long_job(lengths=None), MIXED).batches is None
+
+
+def test_flops_are_those_of_real_tokens() -> None:
+    """A job whose samples all have 256 tokens, drawn or not, is one and the same; half as long is less than half."""
+    whole, drawn = (predict(two(), long_job(lengths=n), MIXED) for n in (
+        None, Lengths(kind="uniform", least=256)))
+    assert drawn.mfu == pytest.approx(whole.mfu)
+    assert drawn.step_s == whole.step_s
+    half = predict(two(), long_job(lengths=Lengths(kind="uniform", least=128, most=128)), MIXED)
+    flops = [sum(op.flops.at(1, n) + op.backward_flops.at(1, n) for b in long_job().model.blocks for op in b.ops)
+             for n in (128, 256)]
+    assert half.mfu / whole.mfu == pytest.approx(flops[0] / flops[1])
+    assert flops[0] / flops[1] < 0.5
+
+
+def test_what_does_not_go_is_said() -> None:
+    def reason(this: Plan, work: Job) -> str:
+        return why_not(this, work, CLUSTER) or ""
+
+    tail, even = job(data=Data(lengths=Lengths(kind="uniform"))), job()
+    assert "all samples have seq_len tokens" in reason(plan(pipe((0, 5), (0,), samples=6, micro_batch=1),
+                                                            batching="packed"), even)
+    assert "context is 2" in reason(plan(pipe((0, 5), (0, 1), samples=6, micro_batch=1, context=2),
+                                         batching="packed"), tail)
+    assert "schedule pipedream" in reason(plan(pipe((0, 2, 5), (0,), (1,), samples=6, micro_batch=1),
+                                               schedule="pipedream", batching="bucketed"), tail)
+    crossed = (pipe((0, 2, 5), (0,), (1,), samples=3, micro_batch=1),
+               pipe((0, 3, 5), (1,), (0,), samples=3, micro_batch=1))
+    assert "share devices" in reason(plan(*crossed, schedule="chimera", batching="packed"), tail)
