@@ -838,8 +838,8 @@ def _wrong_waves(plan: Plan, job: Job) -> Iterator[str]:
                 yield (f"pipelines[{p}].stages[{s}].tensor is {stage.tensor}; under hetpipe every micro-batch makes an "
                        "update, for which the group would have to sum the gradients of norms each time. Take 1")
             if stage.members > 1:
-                yield (f"pipelines[{p}].stages[{s}].shares has {stage.members} replicas, which under hetpipe would have "
-                       "to sum their gradients at every micro-batch. Leave it out, or make them virtual workers")
+                yield (f"pipelines[{p}].stages[{s}].shares has {stage.members} replicas, which under hetpipe would "
+                       "have to sum their gradients at every micro-batch. Leave it out, or make them virtual workers")
 
 
 def _wrong_sharding(plan: Plan) -> Iterator[str]:
