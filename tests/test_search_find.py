@@ -41,6 +41,13 @@ def job(layers=2, batch=3, seq_len=256, hidden=512, **more):
     return Job(name="j", model=model, seq_len=seq_len, global_batch=batch, **more)
 
 
+def routed_job(batch=4):
+    """Six experts: 2 and 3 replicas can share them evenly, 4 cannot."""
+    model = build({"layers": 2, "hidden": 256, "heads": 4, "vocab": 500, "max_seq_len": 4096, "experts": 6,
+                   "expert_ffn": 1024})
+    return Job(name="j", model=model, seq_len=256, global_batch=batch)
+
+
 FAST, SLOW, TINY = device("fast", 100, 80), device("slow", 37, 30), device("tiny", 61, 1.4)
 CASES = {
     "fast and slow in one node, slow alone": (job(), cluster([FAST, SLOW], [SLOW]), PLAIN),
@@ -50,6 +57,7 @@ CASES = {
     "all modes and schedules": (job(layers=1, batch=3), cluster([FAST, SLOW]), Limits()),
     "all schedules": (job(batch=4), cluster([FAST], [SLOW], nic=1e8), PLAIN.replace(schedules=PLANNED)),
     "six devices": (job(layers=2, batch=2), cluster([FAST] * 3, [SLOW] * 3), PLAIN.replace(idle=False, tensor=False)),
+    "routed experts": (routed_job(), cluster([FAST, SLOW, SLOW]), PLAIN.replace(tensor=False)),
     "six blocks": (job(layers=4, batch=2), cluster([FAST, SLOW, SLOW]), PLAIN.replace(tensor=False)),
 }
 
@@ -317,3 +325,18 @@ def test_state_in_proportion_to_memory_where_equal_pieces_do_not_fit():
     text = next(line for line in result.why if line.startswith("pieces of state in proportion"))
     assert "on small (rank 2) and strand" in text
     assert text.endswith("on 2 other devices")
+
+
+@pytest.mark.slow
+def test_experts_are_shared_where_a_replica_cannot_hold_all():
+    """Sixteen experts of 12 blocks on eight devices: none holds them all; the answer says what sharing is worth."""
+    model = build({"layers": 12, "hidden": 1024, "heads": 16, "vocab": 8000, "max_seq_len": 2048, "experts": 16,
+                   "expert_ffn": 4096})
+    work = Job(name="routed", model=model, seq_len=512, global_batch=32, precision="bf16")
+    found = find(work, cluster([device("gpu", 100, 24)] * 8, nic=2e10), top=2)
+    best = found.plans[0]
+    assert best.plan.expert > 1
+    assert "experts shared by" in best.summary
+    assert any("replicas share the routed experts" in line for line in found.why)
+    whole = predict(best.plan.replace(expert=1, expert_shares=()), work, cluster([device("gpu", 100, 24)] * 8, nic=2e10))
+    assert not whole.fits or whole.step_s > best.prediction.step_s

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -17,11 +18,12 @@ import numpy as np
 from mixfleet.cost.kernels import optimizer_s
 from mixfleet.cost.memory import boundary_bytes
 from mixfleet.cost.network import Floats, Ports, collective_s
-from mixfleet.plan import Chunk, Pipeline, Plan, ScheduleName, Stage
+from mixfleet.plan import Chunk, Plan, ScheduleName
 from mixfleet.program.action import GATHER, PUBLISH, REDUCE, SYNC
 from mixfleet.program.layout import Comm, Layout
 from mixfleet.schedule.named import SCHEDULES
-from mixfleet.search.tables import Table, Tables
+from mixfleet.search.tables import Sharing, Table, Tables
+from mixfleet.sim.experts import Experts
 from mixfleet.sim.traffic import Entity, shards
 
 SLACK = 1 - 1e-4
@@ -95,11 +97,12 @@ def ideal_s(costs: Sequence[Sequence[float]], counts: Sequence[int], micro_batch
 def upper_samples_per_s(tables: Tables) -> float:
     """Samples per second of all devices, each training alone at its best micro-batch; memory and links ignored."""
     total = 0.0
+    ways = dict.fromkeys((None, Sharing.evenly(tables.job, len(tables.kind_of), 1)))  # experts shared by all, or none
     for kind in sorted(set(tables.kind_of)):
         rank = tables.kind_of.index(kind)
         best, micro_batch = 0.0, 1
         while micro_batch <= max(1, min(tables.job.global_batch, 64)):
-            best = max(best, micro_batch / tables.table((rank,), micro_batch).whole_s)
+            best = max(best, *(micro_batch / tables.table((rank,), micro_batch, sharing=way).whole_s for way in ways))
             micro_batch *= 2
         total += best * tables.kind_of.count(kind)
     return total
@@ -116,16 +119,38 @@ def hop_s(tables: Tables, a: Sequence[int], b: Sequence[int], nbytes: int) -> fl
     return tables.seconds[key]
 
 
-def replica_table(tables: Tables, pipeline: Pipeline, stage: Stage, micro_batch: int) -> Table:
+def replica_table(tables: Tables, plan: Plan, p: int, s: int, micro_batch: int) -> Table:
     """The table of replica 0 of a stage."""
-    return tables.table(stage.devices[:pipeline.context * stage.tensor], micro_batch, pipeline.context)
+    pipeline, stage = plan.pipelines[p], plan.pipelines[p].stages[s]
+    return tables.table(stage.devices[:pipeline.context * stage.tensor], micro_batch, pipeline.context,
+                        sharing(tables, plan, p, s) if plan.expert > 1 else None)
 
 
-def pipeline_flow(tables: Tables, pipeline: Pipeline, micro_batch: int, schedule: ScheduleName = "1f1b") -> Flow:
-    """Times of replica 0 for micro-batches of this size; its parts of a sequence are equal."""
+def sharing(tables: Tables, plan: Plan, p: int, s: int) -> Sharing | None:
+    """What replica 0 of a stage shares experts with: in the micro-batch in which the others add least, and with the
+    exchanges only where all are alike."""
+    experts, first = Experts(plan, tables.job), plan.replicas.index((p, 0))
+    block = next((b for b in tables.job.model.blocks if b.routed), None)
+    if block is None:
+        return None
+    mates = experts.mates(first)
+    tensors = [plan.pipelines[plan.replicas[k][0]].stages[s].tensor for k in mates]
+    ends = {0, len(plan.pipelines[p].micro_batches) - 1}  # the last micro-batch may be smaller than all others
+    tokens = [[experts.tokens(k, m) for k in mates] for m in ends]
+    held = [n for k, t in zip(mates, tensors) for n in experts.held(k, t, block.experts)]
+    most = max(experts.held(first, tensors[first - mates.start], block.experts))
+    alike = len(set(held)) == len(set(tensors)) == 1 and all(len(set(row)) == 1 for row in tokens)
+    return Sharing(min(sum(row) / row[first - mates.start] for row in tokens), block.experts / most if most else inf,
+                   tuple(rank for k in mates for q, r in (plan.replicas[k],)
+                         for rank in plan.pipelines[q].stages[s].ranks(r)) if alike else ())
+
+
+def pipeline_flow(tables: Tables, plan: Plan, p: int, micro_batch: int) -> Flow:
+    """Times of replica 0 of a pipeline for micro-batches of this size; its parts of a sequence are equal."""
     forward, backward = [], []
+    pipeline = plan.pipelines[p]
     for lo, hi, s in pipeline.chain:
-        table = replica_table(tables, pipeline, pipeline.stages[s], micro_batch)
+        table = replica_table(tables, plan, p, s, micro_batch)
         forward.append(float(table.forward_s[lo, hi]))
         backward.append(table.backward_of(pipeline.stages[s], lo, hi))
     job = tables.job
@@ -137,7 +162,7 @@ def pipeline_flow(tables: Tables, pipeline: Pipeline, micro_batch: int, schedule
                      boundary_bytes(job.model.blocks[b.lo - 1], micro_batch, job.seq_len, 1, job))
 
     hops = [hop(a, b) if a.stage != b.stage else 0.0 for a, b in pairwise(pipeline.chain)]
-    return Flow(forward, backward, hops, [c.stage for c in pipeline.chain], splits=_splits(schedule))
+    return Flow(forward, backward, hops, [c.stage for c in pipeline.chain], splits=_splits(plan.schedule))
 
 
 def _splits(schedule: ScheduleName) -> bool:
@@ -147,14 +172,14 @@ def _splits(schedule: ScheduleName) -> bool:
 def compute_bound_s(tables: Tables, plan: Plan) -> float:
     """Bound from computing and the way through the pipelines."""
     worst = 0.0
-    for pipeline in plan.pipelines:
+    for p, pipeline in enumerate(plan.pipelines):
         whole, rest = divmod(pipeline.samples, pipeline.micro_batch)
         rest = rest if plan.synchronous or not whole else 0
-        flow = pipeline_flow(tables, pipeline, pipeline.micro_batch, plan.schedule)
+        flow = pipeline_flow(tables, plan, p, pipeline.micro_batch)
         if whole:
             worst = max(worst, flow.step_s(whole, plan.schedule))
         if rest:
-            last = pipeline_flow(tables, pipeline, rest, plan.schedule)
+            last = pipeline_flow(tables, plan, p, rest)
             first = flow if whole else last
             worst = max(worst, max(a + whole * (f + b) + g + c + z for a, f, b, g, c, z in zip(
                 first.fill_s, flow.forward_s, flow.backward_s, last.forward_s, last.backward_s, last.drain_s)))
@@ -175,7 +200,7 @@ def bound_s(tables: Tables, plan: Plan) -> float:
             (one.devices, one.tensor, one.chunks) for one in pipe.stages])) for pipe in plan.pipelines])), {})
     for p, pipeline in enumerate(plan.pipelines):
         sizes = pipeline.micro_batches
-        first, last = (pipeline_flow(tables, pipeline, m, plan.schedule) for m in (sizes[0], sizes[-1]))
+        first, last = (pipeline_flow(tables, plan, p, m) for m in (sizes[0], sizes[-1]))
         for s, stage in enumerate(pipeline.stages):
             units = layout.units_of_stage(p, s)
             prices, k = _Prices(tables, layout, plan, p, s, known), len(sizes)
@@ -187,7 +212,7 @@ def bound_s(tables: Tables, plan: Plan) -> float:
                 busy = forward_s = 0.0
             # The gradient of the topmost block is ready after its own backward in the last micro-batch.
             lo, hi = stage.blocks
-            table = replica_table(tables, pipeline, stage, sizes[-1])
+            table = replica_table(tables, plan, p, s, sizes[-1])
             below = table.backward_of(stage, lo, hi - 1) if hi - lo > 1 else 0.0
             # Each use gathers a unit, but for the few that are still there when the direction turns.
             turning = sorted(units, key=lambda u: -layout.units[u].elements)[

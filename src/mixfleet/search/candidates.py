@@ -6,7 +6,7 @@ Stages come from the exact partition, samples from the exact allocation; the sim
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby, pairwise
+from itertools import groupby, pairwise, product
 from math import inf
 from typing import NamedTuple
 
@@ -25,11 +25,12 @@ from mixfleet.search.space import (
     Shape,
     Team,
     context_degrees,
+    expert_degrees,
     micro_batch_sizes,
     sharding_families,
     teams,
 )
-from mixfleet.search.tables import MODES, Pieces, Tables
+from mixfleet.search.tables import MODES, Pieces, Sharing, Tables
 from mixfleet.search.uneven import FINENESS, parts, shares
 
 BEAM, KEPT = 48, 12
@@ -94,9 +95,12 @@ class Candidates:
         return ideal_s(self._lines[key], counts, max(samples, 1.0))
 
     def _best_rates(self, ranks: tuple[int, ...], context: int) -> tuple[float, ...]:
-        """Seconds per sample of one block of each kind, at the micro-batch that is best for it."""
-        sizes = micro_batch_sizes(min(self.tables.job.global_batch, 16), fine=False)
-        tables = [self.tables.table(ranks, m, context) for m in sizes]
+        """Seconds per sample of one block of each kind, at the micro-batch that is best for it, experts shared by as
+        many as can or by nobody."""
+        job = self.tables.job
+        sizes = micro_batch_sizes(min(job.global_batch, 16), fine=False)
+        ways = dict.fromkeys((None, Sharing.evenly(job, len(self.tables.kind_of), len(ranks) // context)))
+        tables = [self.tables.table(ranks, m, context, way) for m in sizes for way in ways]
         return tuple(min((t.kinds[kind][1] + t.kinds[kind][2]) / t.micro_batch for t in tables)
                      for kind in tables[0].kinds)
 
@@ -119,11 +123,15 @@ class Candidates:
         kinds = [options[0] for options in placements.values()]
         kinds.sort(key=lambda t: self._team_ideal_s(t, share(t)) / (share(t) * t.replicas))
         picked: dict[Team, None] = {}
-        for sharded in ((False, False, False), (False, False, True), (True, True, True)):
+        some = any(block.routed for block in self.tables.job.model.blocks)
+        for *sharded, spread in (((False, False, False, False), (False, False, True, False), (True, True, True, False),
+                                  *((False, False, True, True), (True, True, True, True)) * some)):
             rated = []
             for order, team in enumerate(kinds[:BEAM]):
                 everyone = max(team.copies, round(team.copies / part))
                 pieces = Pieces(*(everyone if s else 1 for s in sharded))
+                if spread:
+                    pieces = pieces._replace(expert=expert_degrees(self.tables.job, (team,))[-1])
                 fits = [f for m in (1, 2, 4) if (f := self.fit(team, m, pieces, share(team)))]
                 if not fits and all(sharded) and team.stages == 1 and part < 1:  # others may hold more than their part
                     generous = Pieces(*[UNEVEN * everyone for _ in range(3)])
@@ -141,7 +149,8 @@ class Candidates:
     def fit(self, team: Team, micro_batch: int, pieces: Pieces, batch: int) -> Fit | None:
         """The best stages of a team whose replicas do `batch` samples each; None if no cut fits the memories."""
         waves = max(1, -(-batch // micro_batch))
-        key = (team.kind, micro_batch, pieces, min(waves, team.stages), team.replicas > 1)
+        key = (team.kind, micro_batch, pieces, min(waves, team.stages), team.replicas > 1,
+               *(self.tables.signature(self._crowd(team, i, pieces.expert)) for i in range(team.stages)))
         if key not in self._fits:
             self._fits[key] = self._fit(team, micro_batch, pieces, waves)
         return self._fits[key]
@@ -151,9 +160,10 @@ class Candidates:
         choices: list[tuple[Matrix, Matrix]] = []
         for i, group in enumerate(groups):
             place = (min(stages - i, waves), i == 0, i == stages - 1)
-            key = (team.kind[i], micro_batch, pieces, *place)
+            crowd = self._crowd(team, i, pieces.expert)
+            key = (team.kind[i], micro_batch, pieces, *place, self.tables.signature(crowd))
             if key not in self._stages:
-                self._stages[key] = self._stage(group, team.context, micro_batch, pieces, *place)
+                self._stages[key] = self._stage(group, team.context, micro_batch, pieces, crowd, *place)
             choices.append(self._stages[key])
         cuts = partition([seconds for seconds, _ in choices])
         if cuts is None:
@@ -161,12 +171,22 @@ class Candidates:
         job = self.tables.job
         ranges = list(pairwise(cuts))
         modes = [int(mode[r]) for (_, mode), r in zip(choices, ranges)]
-        tables = [self.tables.table(group, micro_batch, team.context) for group in groups]
+        tables = [self.tables.table(group, micro_batch, team.context, Sharing.evenly(
+            job, pieces.expert, len(group) // team.context, self._crowd(team, i, pieces.expert)))
+            for i, group in enumerate(groups)]
         hops = [hop_s(self.tables, a, b, boundary_bytes(job.model.blocks[c - 1], micro_batch, job.seq_len, 1, job))
                 for (a, b), c in zip(pairwise(groups), cuts[1:])]
         flow = Flow([float(t.forward_s[r]) for t, r in zip(tables, ranges)],
                     [float(t.backward_s[m][r]) for t, m, r in zip(tables, modes, ranges)], hops)
         return Fit(micro_batch, cuts, tuple(MODES[m] for m in modes), flow)
+
+    @staticmethod
+    def _crowd(team: Team, stage: int, expert: int) -> tuple[int, ...]:
+        """The ranks of the first `expert` copies of a stage, which share its experts; nobody without."""
+        if expert == 1:
+            return ()
+        tensor = len(team.ranks[0][stage]) // team.context
+        return tuple(r for replica in team.ranks for r in replica[stage])[:expert * tensor]
 
     def _too_small(self, team: Team, pieces: Pieces) -> None:
         names = [self.tables.cluster.devices[g[0]].name for g in team.ranks[0]]
@@ -177,12 +197,14 @@ class Candidates:
                                   f"({stages}), weights, gradients and optimizer state over "
                                   f"{pieces.weights}, {pieces.gradients} and {pieces.optimizer} replicas")
 
-    def _stage(self, ranks: tuple[int, ...], context: int, micro_batch: int, pieces: Pieces, in_flight: int,
-               first: bool, last: bool) -> tuple[Matrix, Matrix]:
+    def _stage(self, ranks: tuple[int, ...], context: int, micro_batch: int, pieces: Pieces, crowd: tuple[int, ...],
+               in_flight: int, first: bool, last: bool) -> tuple[Matrix, Matrix]:
         """Per block range, seconds of a micro-batch under the cheapest recompute that fits, and which that is."""
         tensor = len(ranks) // context
-        table, state = self.tables.table(ranks, micro_batch, context), self.tables.state_bytes(tensor, pieces)
-        communicators = 2 + (tensor > 1) + (context > 1) + len({*pieces[:3]} - {1})
+        experts = Sharing.evenly(self.tables.job, pieces.expert, tensor, crowd)
+        table = self.tables.table(ranks, micro_batch, context, experts)
+        state = self.tables.state_bytes(tensor, pieces)
+        communicators = 2 + (tensor > 1) + (context > 1) + (pieces.expert > 1) + len({*pieces[:3]} - {1})
         seconds = np.full_like(table.forward_s, inf)
         chosen = np.zeros(seconds.shape, dtype=np.int8)
         for mode in reversed(range(len(MODES))):
@@ -200,19 +222,19 @@ class Candidates:
         Of each family of shardings the two least degrees that fit, and the largest.
         """
         found: dict[Plan, None] = {}
-        for family in sharding_families(shape):
+        for family, expert in product(sharding_families(shape), expert_degrees(self.tables.job, shape)):
             fitted = 0
             for sharding in family:
                 if fitted >= 2 and sharding is not family[-1]:
                     continue
-                made = self._sharded(shape, sharding)
+                made = self._sharded(shape, sharding, expert)
                 found |= dict.fromkeys(made)
                 fitted += bool(made)
         return list(found)
 
-    def _sharded(self, shape: Shape, sharding: Sharding) -> list[Plan]:
-        apart = self._apart(shape, sharding)
-        return apart + self._alike(shape, sharding, alone=not apart)
+    def _sharded(self, shape: Shape, sharding: Sharding, expert: int) -> list[Plan]:
+        apart = self._apart(shape, sharding) if expert == 1 else []
+        return apart + self._alike(shape, sharding, expert, alone=not apart)
 
     def _apart(self, shape: Shape, sharding: Sharding) -> list[Plan]:
         """Unlike replicas that share gradients or weights with all others, in layered accumulation: samples and state
@@ -275,21 +297,21 @@ class Candidates:
             self._apart_options[key] = found
         return self._apart_options[key]
 
-    def _alike(self, shape: Shape, sharding: Sharding, *, alone: bool) -> list[Plan]:
+    def _alike(self, shape: Shape, sharding: Sharding, expert: int, *, alone: bool) -> list[Plan]:
         """Plans whose replicas do equally many micro-batches where they exchange at every one."""
         replicas = sum(team.replicas for team in shape)
         batch = self.tables.job.global_batch
-        pieces = Pieces.of(sharding, sum(team.copies for team in shape))
+        pieces = Pieces.of(sharding, sum(team.copies for team in shape), expert)
         joint = len(shape) > 1 and any(degree > 1 and team.copies % degree for team in shape
-                                       for degree in (sharding.weights, sharding.gradients))
-        if joint and sharding.weights > 1 and any(team.stages > 1 for team in shape):
-            self.rejected.add("weights sharded over pipelines with unequal stages")
+                                       for degree in (sharding.weights, sharding.gradients, expert))
+        if joint and max(sharding.weights, expert) > 1 and any(team.stages > 1 for team in shape):
+            self.rejected.add("weights sharded or experts shared over pipelines with unequal stages")
             return []
         options = []
         # No larger micro-batch than 1 needs less.
         small = next((t for t in shape if not self.fit(t, 1, pieces, batch // t.replicas)), None)
         portions = parts(self.tables, shape, sharding) if small else None
-        held = [Pieces.portion(sharding, part) for part in portions] if portions else [pieces] * len(shape)
+        held = [Pieces.portion(sharding, part, expert) for part in portions] if portions else [pieces] * len(shape)
         if portions:
             sharding = sharding.replace(shares=shares(shape, portions))
             small = next((t for t, p in zip(shape, held) if not self.fit(t, 1, p, batch // t.replicas)), None)
@@ -303,14 +325,15 @@ class Candidates:
             options.append([f for m in sizes if (f := self.fit(team, m, pieces, share))])
         if joint:
             made = list(self._in_step(shape, sharding, options))
-        elif sharding.gradients > 1:
+        elif max(sharding.gradients, expert) > 1:
             made = []
             for cap in sorted({f.micro_batch for fits in options for f in fits}):
                 some = [[max((f for f in fits if f.micro_batch <= cap), key=lambda f: f.micro_batch)]
                         for fits in options]
-                made += self._free(shape, sharding, some)
+                made += self._free(shape, sharding, some, in_step=True)
         else:
             made = list(self._free(shape, sharding, options))
+        made = [plan.replace(expert=expert) for plan in made]
         if not made:
             self.rejected.add("the batch does not split into equal numbers of micro-batches")
         return made
@@ -328,8 +351,9 @@ class Candidates:
                 found.append(m)
         return found
 
-    def _free(self, shape: Shape, sharding: Sharding, options: Sequence[Sequence[Fit]]) -> Iterator[Plan]:
-        """Replicas meet only at the end of the step."""
+    def _free(self, shape: Shape, sharding: Sharding, options: Sequence[Sequence[Fit]], *, in_step: bool = False
+              ) -> Iterator[Plan]:
+        """Replicas meet only at the end of the step, or those of a team do equally many micro-batches (`in_step`)."""
         curves = [_Curve(fits) for fits in options]
         split = allocate([c.__getitem__ for c in curves], [t.replicas for t in shape], self.tables.job.global_batch)
         if split is None:
@@ -338,7 +362,7 @@ class Candidates:
         for team, fits, (samples, extra) in zip(shape, options, split):
             best = min(fits, key=lambda f: (f.step_s(samples + (extra > 0)), f.micro_batch))
             chosen.append((best, [samples + 1] * extra + [samples] * (team.replicas - extra)))
-        yield self.build(shape, sharding, chosen)
+        yield self.build(shape, sharding, chosen, in_step=in_step)
 
     def _in_step(self, shape: Shape, sharding: Sharding, options: Sequence[Sequence[Fit]]) -> Iterator[Plan]:
         """All replicas do equally many micro-batches."""
@@ -355,7 +379,7 @@ class Candidates:
             yield self.build(shape, sharding, chosen, steps)
 
     def build(self, shape: Shape, sharding: Sharding, chosen: Sequence[tuple[Fit, Sequence[int]]],
-              steps: int = 0) -> Plan:
+              steps: int = 0, *, in_step: bool = False) -> Plan:
         """A plan from every team's stages and its replicas' samples; equal neighbours become one pipeline."""
         pipelines = []
         for team, (fit, samples) in zip(shape, chosen):
@@ -369,7 +393,7 @@ class Candidates:
                           tensor=len(members[0][s]) // team.context, recompute=mode)
                     for s, (blocks, mode) in enumerate(zip(pairwise(fit.cuts), fit.modes)))
                 micro_batch = -(-share // steps) if steps else min(fit.micro_batch, share)
-                if sharding.gradients > 1 and not steps:
+                if (sharding.gradients > 1 or in_step) and not steps:
                     # Replicas that exchange at every micro-batch need equally many of them.
                     micro_batch = -(-share // -(-samples[-1] // fit.micro_batch))
                 pipelines.append(Pipeline(stages=stages, samples=share, micro_batch=micro_batch, replicas=count,

@@ -18,7 +18,7 @@ from mixfleet.search.tables import Pieces, Tables
 from mixfleet.search.uneven import stranded
 from mixfleet.search.variants import is_deep, laid
 from mixfleet.sim import Prediction, predict
-from mixfleet.units import show_seconds
+from mixfleet.units import show_bytes, show_seconds
 
 
 def explain(search: Search, top: int, exact: bool) -> SearchResult:
@@ -95,6 +95,10 @@ def summary(search: Search, plan: Plan) -> str:
         settings.append(f"{plan.batching} samples")
     if plan.accumulation == "layered":
         settings.append("layered")
+    if plan.expert > 1:
+        held = plan.expert_shares
+        settings.append(f"experts shared by {plan.expert} of {len(plan.replicas)} replicas" + (
+            f", {':'.join(f'{n}' for n, _ in groupby(held))}" if held else ""))
     if plan.sharding.hierarchical:
         settings.append(f"gathers by nodes of {plan.sharding.hierarchical}")
     return f"{'; '.join(teams)}; {', '.join(settings)}"
@@ -157,6 +161,7 @@ def _why(search: Search, plans: Sequence[Ranked], others: Sequence[Judged], uppe
             f", {gap}" if gap else "")
     yield from _schedule(search, best)
     yield from _shares(search, best.plan)
+    yield from _experts(search, best)
     if best.plan.sharding.shares:
         even = best.plan.replace(sharding=best.plan.sharding.replace(shares=()))
         yield from stranded(best.plan, predict(even, search.job, search.cluster, sent=False))
@@ -181,6 +186,18 @@ def _schedule(search: Search, best: Ranked) -> Iterable[str]:
         yield "1F1B is the fastest schedule for these stages: " + ", ".join(
             f"{name} takes {seconds / best.prediction.step_s:.3f} times as much"
             for name, seconds in sorted(times.items(), key=lambda item: item[1]))
+
+
+def _experts(search: Search, best: Ranked) -> Iterable[str]:
+    """What sharing experts among replicas gains over all experts on each."""
+    if best.plan.expert == 1:
+        return
+    whole = predict(best.plan.replace(expert=1, expert_shares=()), search.job, search.cluster, sent=False)
+    ratio = whole.step_s / best.prediction.step_s
+    what = f"takes {ratio:.2f} times as long" if whole.fits else "does not fit"
+    held, peak = (max(use.peak_bytes for use in found.devices) for found in (best.prediction, whole))
+    yield (f"{best.plan.expert} replicas share the routed experts: the same plan with all experts on each {what} and "
+           f"holds {show_bytes(peak)} on the fullest device instead of {show_bytes(held)}")
 
 
 def _shares(search: Search, plan: Plan) -> Iterable[str]:

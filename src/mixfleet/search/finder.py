@@ -185,7 +185,7 @@ class Search:
                 heap = []
                 continue
             family = self.family(plan)
-            twin = (family, plan.sharding, tuple((p.samples, p.micro_batch, *(s.blocks for s in p.stages))
+            twin = (family, plan.sharding, plan.expert, tuple((p.samples, p.micro_batch, *(s.blocks for s in p.stages))
                                                  for p in plan.pipelines))
             if relatives and (families[family] >= relatives or families[twin]):
                 later.append((bound, order, level, plan))

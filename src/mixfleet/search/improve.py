@@ -25,6 +25,7 @@ def neighbours(plan: Plan, job: Job, node_of: Sequence[int] = (), names: Sequenc
         again = other if flat is plan else laid(other, plan.schedule, len(plan.pipelines[0].stages[0].chunks))
         if isinstance(again, Plan):
             yield again
+    yield from _experts(plan, job)
     yield from schedules(plan, names)
 
 
@@ -69,6 +70,23 @@ def _staged_gathers(plan: Plan, node_of: Sequence[int]) -> Iterator[Plan]:
         width = next(i for i in range(1, len(homes) + 1) if i == len(homes) or homes[i] != homes[0])
         if 1 < width < plan.sharding.gradients:
             yield plan.replace(sharding=plan.sharding.replace(hierarchical=width))
+
+
+def _experts(plan: Plan, job: Job) -> Iterator[Plan]:
+    """The next degrees of expert parallelism that divide experts and replicas; and experts in proportion to samples,
+    which follow the speed, where those of a group are unequal."""
+    n, count = len(plan.replicas), min((b.experts for b in job.model.blocks if b.routed), default=0)
+    degrees = [e for e in range(1, min(n, count) + 1) if n % e == 0 and count % e == 0]
+    if plan.expert in degrees:
+        at = degrees.index(plan.expert)
+        yield from (plan.replace(expert=e, expert_shares=())
+                    for e in degrees[max(0, at - 1):at + 2] if e != plan.expert)
+    if plan.expert > 1:
+        samples = tuple(plan.pipelines[p].samples for p, _ in plan.replicas)
+        if plan.expert_shares:
+            yield plan.replace(expert_shares=())
+        elif any(len({samples[k] for k in group}) > 1 for group in plan.expert_groups):
+            yield plan.replace(expert_shares=samples)
 
 
 def _settings(plan: Plan) -> Iterator[Plan]:

@@ -18,6 +18,7 @@ from mixfleet.schedule.named import SCHEDULES
 from mixfleet.schedule.properties import held_at_peak
 from mixfleet.search.tables import MODES
 from mixfleet.sim import Prediction
+from mixfleet.sim.experts import Experts
 from mixfleet.units import NS_PER_S
 
 MOST_POINTS = 2000
@@ -123,13 +124,16 @@ def _within(plan: Plan, p: int, s: int, most_bytes: int, job: Job, cluster: Clus
     shape, context = (pipe.micro_batch, tokens, stage.tensor), job.seq_len / tokens
     devices = dict.fromkeys(cluster.devices[rank] for rank in stage.devices)
     in_flight = dict(_in_flight(plan, p, s))
+    experts, copies = Experts(plan, job), [k for k, (q, _) in enumerate(plan.replicas) if q == p]
     options = []
     for b in stage.held:
         block = job.model.blocks[b]
+        most = max((share for k in copies if (share := experts.share(block, k, stage.tensor, -1))),
+                   key=lambda share: share.tokens / share.parts, default=None)
         options.append([Choice(
-            max(round(held_cost(block, *shape, d, job, mode, context).recompute_s * NS_PER_S) for d in devices),
-            in_flight[b] * max(saved_bytes(block, *shape, d, job, mode, context) for d in devices),
-            max(recompute_bytes(block, *shape, d, job, mode, context) for d in devices)) for mode in MODES])
+            max(round(held_cost(block, *shape, d, job, mode, context, most).recompute_s * NS_PER_S) for d in devices),
+            in_flight[b] * max(saved_bytes(block, *shape, d, job, mode, context, most) for d in devices),
+            max(recompute_bytes(block, *shape, d, job, mode, context, most) for d in devices)) for mode in MODES])
     now_ns = sum(choices[MODES.index(mode)].time_ns for choices, mode in zip(options, stage.modes.values()))
     fits = [point for point in frontier(options) if point.nbytes <= most_bytes and point.time_ns < now_ns]
     return stage.with_modes({b: MODES[i] for b, i in zip(stage.held, fits[-1].chosen)}) if fits else stage

@@ -21,6 +21,8 @@ from mixfleet.spec import Spec
 
 LONG, SHARED, FEW = 16384, 2048, 8
 """Positions of a sequence from which it is cut into parts, always and where devices are `FEW` times the sequences."""
+FEW_DEGREES = 4
+"""Degrees of expert parallelism that are tried in templates."""
 MANY_CLASSES = 4
 """Classes up to which every way of putting them together is tried."""
 
@@ -96,6 +98,19 @@ def context_degrees(job: Job, devices: int) -> tuple[int, ...]:
     if job.seq_len < LONG and not (job.seq_len >= SHARED and job.global_batch * FEW <= devices):
         return (1,)
     return tuple(c for c in (1, 2, 4, 8, 16, 32, 64) if c <= devices and job.seq_len // c >= SHARED // 2)
+
+
+def expert_degrees(job: Job, shape: Shape) -> tuple[int, ...]:
+    """Numbers of replicas of a shape that share routed experts: those that divide the experts and every team, so that
+    each holds equally many and unlike replicas stay apart; and all, where pipelines of one stage are unlike."""
+    count = min((b.experts for b in job.model.blocks if b.routed), default=0)
+    inside = [e for e in range(1, count + 1) if count % e == 0 and all(team.copies % e == 0 for team in shape)]
+    if len(inside) > FEW_DEGREES:  # least, largest and what lies in the middle; `improve` goes on from there
+        inside = [inside[0], inside[1], inside[len(inside) // 2], inside[-1]]
+    everyone = sum(team.copies for team in shape)
+    if len(shape) > 1 and everyone <= count and all(team.stages == 1 for team in shape):
+        inside.append(everyone)
+    return tuple(dict.fromkeys(inside)) or (1,)
 
 
 def teams(members: Sequence[int], classes: Sequence[Class], tables: Tables, *, wide: bool = False,
@@ -215,7 +230,8 @@ def enumerate_all(job: Job, cluster: Cluster, limits: Limits | None = None) -> I
 
     All ways to put all or some devices into ordered stages of pipelines, tensor groups included; all cuts into block
     ranges, splits of the batch, micro-batches, recompute modes per stage, schedules (stages cut evenly into as many
-    chunks as these want), and sharding degrees that divide the number of replicas; prefetch is 1.
+    chunks as these want), sharding degrees that divide the number of replicas, and degrees of expert parallelism that
+    divide it and the experts; prefetch is 1.
     """
     limits = limits or Limits()
     kind_of = Tables(job, cluster).kind_of
@@ -274,6 +290,8 @@ def _groups(free: Group, label: Sequence[tuple[int, int]], degrees: Sequence[int
 def _filled(pipelines: Sequence[Sequence[Group]], job: Job, cluster: Cluster, limits: Limits) -> Iterator[Plan]:
     blocks, n = len(job.model.blocks), len(pipelines)
     degrees = [d for d in range(1, n + 1) if n % d == 0]
+    count = min((b.experts for b in job.model.blocks if b.routed), default=1)
+    spread = [d for d in degrees if count % d == 0]
     triples = [(w, g, o) for w, g, o in product(degrees, repeat=3) if w <= g <= o]
     for bars in combinations(range(1, job.global_batch), n - 1):
         edges = (0, *bars, job.global_batch)
@@ -299,9 +317,9 @@ def _filled(pipelines: Sequence[Sequence[Group]], job: Job, cluster: Cluster, li
                 simple = schedule in ("1f1b", "gpipe")
                 if isinstance(cut, str):
                     continue
-                for w, g, o in triples:
-                    plan = cut.replace(sharding=Sharding(weights=w, gradients=g, optimizer=o))
-                    if (g == 1 and simple) or why_not(plan, job, cluster) is None:
+                for (w, g, o), e in product(triples, spread):
+                    plan = cut.replace(sharding=Sharding(weights=w, gradients=g, optimizer=o), expert=e)
+                    if (g == e == 1 and simple) or why_not(plan, job, cluster) is None:
                         yield plan
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from mixfleet.cost.memory import (
 )
 from mixfleet.cost.network import collective_s
 from mixfleet.job import Job
+from mixfleet.model.spec import ExpertShare
 from mixfleet.plan import Pipeline, Plan, Recompute, Sharding, Stage, groups
 from mixfleet.program.layout import Layout, Unit
 from mixfleet.search.partition import Matrix
@@ -36,20 +37,37 @@ class Pieces(NamedTuple):
     gradients: float
     optimizer: float
     prefetch: int = 1
+    expert: int = 1
+    """Replicas that share routed experts; of what each has, those who have the same hold parts."""
 
     @staticmethod
-    def of(sharding: Sharding, replicas: int) -> Pieces:
+    def of(sharding: Sharding, replicas: int, expert: int = 1) -> Pieces:
         """Groups are as even as can be; the smallest one holds the largest pieces."""
         w, g, o = (min(len(members) for members in groups(replicas, min(degree, replicas)))
                    for degree in (sharding.weights, sharding.gradients, sharding.optimizer))
-        return Pieces(w, g, o, sharding.prefetch)
+        return Pieces(w, g, o, sharding.prefetch, expert)
 
     @staticmethod
-    def portion(sharding: Sharding, part: float) -> Pieces:
+    def portion(sharding: Sharding, part: float, expert: int = 1) -> Pieces:
         """For a replica that holds this part of all that is sharded."""
         w, g, o = (1 / part if degree > 1 and part else inf if degree > 1 else 1.0
                    for degree in (sharding.weights, sharding.gradients, sharding.optimizer))
-        return Pieces(w, g, o, sharding.prefetch)
+        return Pieces(w, g, o, sharding.prefetch, expert)
+
+
+class Sharing(NamedTuple):
+    """Routed experts that a replica shares with others: how many times its own tokens come together, all experts over
+    those of its fullest rank, and all ranks that share them (empty: their exchanges are left out)."""
+
+    times: float
+    parts: float
+    crowd: tuple[int, ...] = ()
+
+    @staticmethod
+    def evenly(job: Job, expert: int, tensor: int, crowd: tuple[int, ...] = ()) -> Sharing | None:
+        """Of `expert` equal replicas; None if there are no routed experts to share."""
+        count = min((b.experts for b in job.model.blocks if b.routed), default=0)
+        return Sharing(expert, count / -(-count // (expert * tensor)), crowd) if expert > 1 and count else None
 
 
 class Table:
@@ -59,11 +77,12 @@ class Table:
 
     `forward_s`, and per recompute mode `backward_s` (recompute included), `saved_bytes` per micro-batch in flight and
     `passing_bytes` (what backward brings back, and workspace); `edge_bytes[i]` crosses the boundary below block i. A
-    group of unlike devices goes at the pace of the slowest and has the least memory.
+    group of unlike devices goes at the pace of the slowest and has the least memory. `sharing` is of routed experts
+    that other replicas share.
     """
 
     def __init__(self, job: Job, cluster: Cluster, ranks: Sequence[int], devices: Sequence[Device],
-                 micro_batch: int, context: int = 1) -> None:
+                 micro_batch: int, context: int = 1, sharing: Sharing | None = None) -> None:
         self.devices, self.micro_batch = devices, micro_batch
         blocks, t = job.model.blocks, len(ranks) // context
         shape = (micro_batch, job.seq_len // context, t)
@@ -72,24 +91,30 @@ class Table:
             if block.kind in costs:
                 continue
             talk = {"forward": 0.0, "backward": 0.0}
-            for comm in block.tensor_comm if t > 1 else ():
+            experts = ExpertShare(int(sharing.times * shape[0] * shape[1]), sharing.parts) if (
+                sharing and block.routed) else None
+            for comm in block.tensor_comm:
+                group = sharing.crowd if sharing and comm.routed else tuple(ranks[:t])
+                if len(group) < 2:
+                    continue
                 nbytes = round(comm.size.at(*shape) * (comm.bytes_per_element or job.bytes.compute_bytes))
-                talk[comm.phase] += collective_s(comm.op, nbytes, ranks[:t], cluster)
+                talk[comm.phase] += collective_s(comm.op, nbytes, group, cluster)
             keys = {"forward": 0.0, "backward": 0.0}
             for comm in block.context_comm if context > 1 else ():
                 nbytes = round(comm.size.at(*shape, context) * job.bytes.compute_bytes)
                 keys[comm.phase] += collective_s(comm.op, nbytes, ranks[::t], cluster)
-            plain = [held_cost(block, *shape, d, job, context=context) for d in devices]
+            plain = [held_cost(block, *shape, d, job, context=context, experts=experts) for d in devices]
             forward = max(c.forward_s for c in plain) + talk["forward"] + keys["forward"]
             backward = max(c.backward_s for c in plain) + talk["backward"] + keys["backward"]
-            again = [max(held_cost(block, *shape, d, job, mode, context).recompute_s for d in devices)
+            again = [max(held_cost(block, *shape, d, job, mode, context, experts).recompute_s for d in devices)
                      + (talk["forward"] if mode == "full" else 0.0) + (keys["forward"] if mode != "none" else 0.0)
                      for mode in MODES]
             costs[block.kind] = (
                 forward, [backward + r for r in again],
-                [max(saved_bytes(block, *shape, d, job, mode, context) for d in devices) for mode in MODES],
-                [max(recompute_bytes(block, *shape, d, job, mode, context) for d in devices) for mode in MODES],
-                max(workspace_bytes(block, *shape, d, job, context) for d in devices),
+                [max(saved_bytes(block, *shape, d, job, mode, context, experts) for d in devices) for mode in MODES],
+                [max(recompute_bytes(block, *shape, d, job, mode, context, experts) for d in devices)
+                 for mode in MODES],
+                max(workspace_bytes(block, *shape, d, job, context, experts) for d in devices),
                 boundary_bytes(block, *shape, job))
         rows = [costs[b.kind] for b in blocks]
         self.forward_s = _sums([r[0] for r in rows])
@@ -157,12 +182,15 @@ class Tables:
             self._signatures[ranks] = (kinds,) if len(nodes) == 1 else (kinds, ranks)
         return self._signatures[ranks]
 
-    def table(self, ranks: tuple[int, ...], micro_batch: int, context: int = 1) -> Table:
+    def table(self, ranks: tuple[int, ...], micro_batch: int, context: int = 1,
+              sharing: Sharing | None = None) -> Table:
         """The table of a tensor group, or of those of `context` parts; it answers for all of the same signature."""
-        key = (self.signature(ranks), micro_batch, context)
+        key: tuple[object, ...] = (self.signature(ranks), micro_batch, context)
+        if sharing:
+            key += (sharing.times, sharing.parts, self.signature(sharing.crowd))
         if key not in self._tables:
             devices = list({self.kind_of[r]: self.cluster.devices[r] for r in ranks}.values())
-            self._tables[key] = Table(self.job, self.cluster, ranks, devices, micro_batch, context)
+            self._tables[key] = Table(self.job, self.cluster, ranks, devices, micro_batch, context, sharing)
         return self._tables[key]
 
     def state_bytes(self, tensor: int, pieces: Pieces) -> Matrix:
@@ -170,12 +198,22 @@ class Tables:
         key = (tensor, pieces)
         if key not in self._states:
             blocks, job = len(self.job.model.blocks), self.job
-            elements = _unit_sums(blocks, tensor, self.units)
-            trained = _unit_sums(blocks, tensor, [u for u in self.units if not u.frozen])
+            e, changing = pieces.expert, [u for u in self.units if not u.frozen]
+            elements, trained = (_unit_sums(blocks, [(u, _local(u, tensor)) for u in us])
+                                 for us in (self.units, changing))
             unit = [state_bytes(job, *one).total for one in ((1, 0, 0), (0, 1, 0), (0, 0, 1))]
+            if e > 1:
+                some, changed = (_unit_sums(blocks, [(u, _local(u, e * tensor, "expert")) for u in us])
+                                 for us in (self.units, changing))
+                elements, trained = (_unit_sums(blocks, [(u, _local(u, tensor, "other")) for u in us])
+                                     for us in (self.units, changing))
             total = sum((np.ceil(held / part) * n for n, part, held in zip(unit, pieces, (elements, trained, trained))),
                         np.zeros_like(elements))
-            largest = _maxima([sum(_local(u, tensor) for u in self.units if b in u.blocks) for b in range(blocks)])
+            if e > 1:
+                total += sum((np.ceil(held / max(1, part / e)) * n
+                              for n, part, held in zip(unit, pieces, (some, changed, changed))), np.zeros_like(some))
+            largest = _maxima([sum(_local(u, tensor, "other") + _local(u, e * tensor, "expert")
+                                   for u in self.units if b in u.blocks) for b in range(blocks)])
             if pieces.weights > 1:
                 total += (pieces.prefetch + 1) * largest * job.bytes.weight_bytes
             if pieces.gradients > 1:
@@ -197,23 +235,24 @@ def _maxima(values: Sequence[float]) -> Matrix:
     return found
 
 
-def _local(unit: Unit, tensor: int) -> int:
-    """Elements of a unit on one rank of a tensor group, the largest slice."""
-    return sum(-(-t.rows // tensor) * t.row if t.param.split is not None else t.elements for t in unit.tensors)
+def _local(unit: Unit, ways: int, which: Literal["all", "expert", "other"] = "all") -> int:
+    """Elements of a unit, or of its routed experts, or of all else, on one of `ways` ranks: the largest slice."""
+    return sum(-(-t.rows // ways) * t.row if t.param.split is not None else t.elements for t in unit.tensors
+               if which == "all" or (t.param.role == "expert") == (which == "expert"))
 
 
-def _unit_sums(blocks: int, tensor: int, units: Sequence[Unit]) -> Matrix:
-    """Elements per range; a tied unit counts once where several of its blocks are."""
+def _unit_sums(blocks: int, units: Sequence[tuple[Unit, int]]) -> Matrix:
+    """Elements per range, from those of every unit; a tied unit counts once where several of its blocks are."""
     own = [0] * blocks
-    for unit in units:
+    for unit, elements in units:
         if len(unit.blocks) == 1:
-            own[unit.blocks[0]] += _local(unit, tensor)
+            own[unit.blocks[0]] += elements
     found = _sums(own)
     edge = np.arange(blocks + 1)
-    for unit in units:
+    for unit, elements in units:
         if len(unit.blocks) > 1:
             inside = np.zeros_like(found, dtype=bool)
             for b in unit.blocks:
                 inside |= (edge[:, None] <= b) & (b < edge[None, :])
-            found = found + inside * _local(unit, tensor)
+            found = found + inside * elements
     return found
