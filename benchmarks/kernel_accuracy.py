@@ -2,8 +2,10 @@
 
     python benchmarks/kernel_accuracy.py DIR [--group gemm.16bit] [--rows 20000] [--trees 130] [--folds 4]
 
-DIR is a folder of measured kernel files (`gemm.parquet`, ...). Prints one Markdown row per group. Every fold is a fit
-of its own, with the factors of the device left out taken from its relatives.
+DIR is a folder of measured kernel files (`gemm.parquet`, ...). Prints lines of text per group, and at last a Markdown
+table of what measurements of a device left out achieve. Every fold is a fit of its own, with the factors of the device
+left out taken from its relatives. Measurements are drawn at random, or designed: chosen among 500 random rows by their
+shapes, before any of them is measured.
 """
 
 from __future__ import annotations
@@ -14,9 +16,11 @@ from pathlib import Path
 import numpy as np
 
 from mixfleet.calibrate import fit
-from mixfleet.calibrate.adapt import adapt
-from mixfleet.cost import query
+from mixfleet.cost import learned, query
+from mixfleet.cost.deviations import Places, design
 from mixfleet.cost.learned import Forest, Group, Layer, Relatives
+
+GIVEN, DESIGNED, REPEATS, LEAST, POOL, TESTED = (5, 20, 80), 20, 3, 60, 500, 1000
 
 
 def main() -> None:
@@ -28,50 +32,75 @@ def main() -> None:
     parser.add_argument("--folds", type=int, default=4, help="fits among which devices, and sources, are dealt")
     args = parser.parse_args()
     settings = {"trees": args.trees}
+    table = []
     for name, sample in fit.samples(args.data, args.rows, args.group).items():
         test = fit.held_out(sample)
         known = fit.score("rows", sample.take(test), name, *fit.fit_group(sample.take(~test), **settings))
         print(f"{name}: {sample.rows} rows; held out: mean {known.mean:.1%}, median {known.median:.1%}", flush=True)
         for column, what in (("gpu", "device"), ("source", "source")):
-            scores, after = [], list[tuple[float, ...]]()
+            scores, after = [], list[list[float]]()
             for scored, rest, fitted in fit.left_out(column, name, sample, args.folds, LEAST, **settings):
                 scores.append(scored)
                 text = f"  without {what} {scored.left_out}: mean {scored.mean:.1%}, median {scored.median:.1%}, " \
                        f"bias {scored.bias:+.1%}"
-                if column == "gpu":
-                    found = given(rest, name, fitted)
-                    after += [found] if len(found) == len(GIVEN) else []
-                    text += "".join(f"; given {k}: {m:.1%}" for k, m in zip(GIVEN, found))
+                found = given(rest, name, fitted) if column == "gpu" else []
+                if found:
+                    after.append([scored.median, *found])
+                    text += "".join(f"; given {k}: {m:.1%}" for k, m in zip(NAMES, found))
                 print(text, flush=True)
             if scores:
                 median, mean = (np.mean([getattr(s, field) for s in scores]) for field in ("median", "mean"))
-                text = "".join(f"; median given {k} {m:.1%}" for k, m in zip(GIVEN, np.mean(after, 0))) if after else ""
-                print(f"{name}: mean of {len(scores)} {what}s left out: median {median:.1%}, mean {mean:.1%}{text}",
+                print(f"{name}: mean of {len(scores)} {what}s left out: median {median:.1%}, mean {mean:.1%}",
                       flush=True)
+            if after:
+                table.append((name, np.array(after)))
+    print("\n| group | devices |", " | ".join(("none", *NAMES)), "|\n| --- | --: |", "--: | " * (len(NAMES) + 1))
+    for name, errors in table:
+        cells = [f"{mean:.1%}, {middle:.1%}" for mean, middle in zip(errors.mean(0), np.median(errors, 0))]
+        print(f"| {name} | {len(errors)} |", " | ".join(cells), "|")
 
 
-GIVEN, REPEATS, LEAST = (5, 20, 80), 3, 60
+NAMES = (*map(str, GIVEN), f"{DESIGNED} designed")
 
 
-def given(rest: fit.Sample, name: str, fitted: tuple[Group, Forest, dict[str, Relatives]]) -> tuple[float, ...]:
-    """Median errors on the other rows once some rows of the device are given, over a few draws of them."""
+Fitted = tuple[Group, Forest, dict[str, Relatives]]
+
+
+def given(rest: fit.Sample, name: str, fitted: Fitted) -> list[float]:
+    """Median errors on the other rows once `GIVEN` random rows of the device are given, and then designed ones; means
+    over a few draws. Empty for a device that has not twice as many rows."""
+    if rest.rows < 2 * max(GIVEN):
+        return []
+    found = [[_error(rest, name, fitted, order[:k], order[k:]) for order in _orders(rest)] for k in GIVEN]
+    designed = []
+    for order in _orders(rest):
+        some = _designed(rest, name, fitted, np.sort(order[:POOL]))
+        designed.append(_error(rest, name, fitted, some, np.setdiff1d(order, some, assume_unique=True)))
+    return [float(np.mean(each)) for each in (*found, designed)]
+
+
+def _orders(rest: fit.Sample) -> list[np.ndarray]:
+    return [np.random.default_rng(draw).permutation(rest.rows) for draw in range(REPEATS)]
+
+
+def _designed(rest: fit.Sample, name: str, fitted: Fitted, pool: np.ndarray) -> np.ndarray:
+    group, forest, relatives = fitted
+    some = rest.take(pool)
+    device = rest.devices[str(rest.columns["gpu"][0])]
+    factors = {device.name: learned.factors_of(group, device, relatives, known=False)}
+    x = query.inputs(rest.kind, some.columns, {device.name: device}, factors, group.words, emulate=True)
+    texts, which = query.texts_of(some.columns, query.TEXTS, some.rows)
+    return pool[design(Places.of(x, forest, texts, which, np.arange(some.rows)), DESIGNED)]
+
+
+def _error(rest: fit.Sample, name: str, fitted: Fitted, some: np.ndarray, others: np.ndarray) -> float:
     group, forest, relatives = fitted
     layer = Layer({name: group}, {name: forest}, relatives, {})
     device = rest.devices[str(rest.columns["gpu"][0])]
-    found = []
-    for k in GIVEN:
-        if rest.rows < 2 * k:
-            break
-        medians = []
-        for draw in range(REPEATS):
-            order = np.random.default_rng(draw).permutation(rest.rows)
-            some, others = rest.take(order[:k]), rest.take(order[k:][:1000])
-            factors = adapt(device, rest.kind, some.columns, some.time_s, emulate=True, layer=layer)
-            predicted = query.predict(rest.kind, others.columns, rest.devices, emulate=True, layer=layer,
-                                      factors=factors).time_s
-            medians.append(float(np.median(np.abs(predicted / others.time_s - 1))))
-        found.append(float(np.mean(medians)))
-    return tuple(found)
+    few, test = rest.take(some), rest.take(others[:TESTED])
+    factors = query.adapt(device, rest.kind, few.columns, few.time_s, emulate=True, layer=layer)
+    predicted = query.predict(rest.kind, test.columns, rest.devices, emulate=True, layer=layer, factors=factors).time_s
+    return float(np.median(np.abs(predicted / test.time_s - 1)))
 
 
 if __name__ == "__main__":

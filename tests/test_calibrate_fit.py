@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from mixfleet.calibrate import fit, validate
-from mixfleet.calibrate.adapt import adapt
 from mixfleet.calibrate.tables import read
 from mixfleet.cluster import device_named
 from mixfleet.cost import learned, query
@@ -44,6 +43,26 @@ def test_the_same_data_give_the_same_bytes(folder, tmp_path):
     assert (tmp_path / "a.npz").read_bytes() == (tmp_path / "b.npz").read_bytes()
 
 
+def test_groups_fitted_one_by_one_make_the_file_of_all_at_once(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("catboost")
+    from mixfleet.cli import main
+
+    for name, value in (("TREES", 5), ("MORE_TREES", {}), ("FOLDS", 1), ("SPREAD_TREES", 3)):
+        monkeypatch.setattr(fit, name, value)
+
+    narrow = frame(300, seed=8).assign(dtype="fp32")
+    pandas.concat([frame(300), narrow]).to_parquet(tmp_path / "gemm.parquet")
+    fit_to = ["calibrate", "fit", "--data", str(tmp_path), "-o"]
+    assert main([*fit_to, str(tmp_path / "all.npz")]) == 0
+    for group in ("gemm.fp32", "gemm.16bit"):
+        assert main([*fit_to, str(tmp_path / "each.npz"), "--group", group]) == 0
+    assert (tmp_path / "each.npz").read_bytes() == (tmp_path / "all.npz").read_bytes()
+    assert set(learned.load(tmp_path / "each.npz").groups) == {"gemm.fp32", "gemm.16bit"}
+    assert main([*fit_to, str(tmp_path / "each.npz"), "--group", "gemm.f32"]) == 2
+    assert "unknown group of kernels 'gemm.f32'; did you mean" in capsys.readouterr().err
+    assert (tmp_path / "each.npz").read_bytes() == (tmp_path / "all.npz").read_bytes()
+
+
 def test_a_fit_learns_the_efficiencies_of_the_data(folder):
     pytest.importorskip("catboost")
     (name, sample), = fit.samples(folder).items()
@@ -77,7 +96,7 @@ def test_a_few_measurements_find_a_slow_device():
     sizes = {c: 2 ** rng.integers(7, 13, 60) for c in "mnk"}
     truth = query.predict("gemm", sizes, device).time_s * 1.4
     some = {c: v[:20] for c, v in sizes.items()}
-    factors = adapt(device, "gemm", some, truth[:20])
+    factors = query.adapt(device, "gemm", some, truth[:20])
     rest = {c: v[20:] for c, v in sizes.items()}
 
     def error(**options):
@@ -121,11 +140,11 @@ def test_measurements_that_agree_change_nothing_and_outliers_little():
     device = device_named("H100-SXM")
     sizes = {c: 2 ** np.random.default_rng(1).integers(7, 13, 12) for c in "mnk"}
     times = query.predict("gemm", sizes, device).time_s
-    same = query.predict("gemm", sizes, device, factors=adapt(device, "gemm", sizes, times, known=True)).time_s
+    same = query.predict("gemm", sizes, device, factors=query.adapt(device, "gemm", sizes, times, known=True)).time_s
     assert same == pytest.approx(times, rel=1e-6)
     wrong = times.copy()
     wrong[3] *= 20
-    found = query.predict("gemm", sizes, device, factors=adapt(device, "gemm", sizes, wrong, known=True)).time_s
+    found = query.predict("gemm", sizes, device, factors=query.adapt(device, "gemm", sizes, wrong, known=True)).time_s
     others = np.arange(12) != 3
     assert np.abs(np.log(found / times))[others].max() < 0.2
 
@@ -135,11 +154,15 @@ def test_deviations_by_hand():
     device = device_named("H100-SXM")
     one = {"m": 512, "n": 1024, "k": 768}
     start = query.predict("gemm", one, device).time_s[0]
-    factors = adapt(device, "gemm", one, start * 1.05, known=True)
+    factors = query.adapt(device, "gemm", one, start * 1.05, known=True)
     deviations = factors[device.name].deviations
-    prior = deviations.scale**2 * sum(s**2 for s in learned.DEVIATIONS)
+    parts = sum(share**2 for share in deviations.shares[0])
+    assert deviations.shares[0][0] + deviations.shares[0][3] == pytest.approx(1)  # floor, and all above it
+    # of the device, a source, a backend, alike kernels, a kind of demand, a shape; and of the pipelines
+    prior = deviations.scale**2 * (0.2**2 + 0.1**2 + 0.1**2 + 0.2**2 + 0.1**2 + 0.1**2 + 0.2**2 * parts)
     (weight,) = deviations.weights
-    assert prior * weight == pytest.approx(np.log(1.05) * prior / (prior + 0.1**2), rel=0.05)
+    gain = [prior / (prior + noise**2) for noise in (0.05, 0.1)]
+    assert any(prior * weight == pytest.approx(np.log(1.05) * g, rel=0.05) for g in gain)
     after = query.predict("gemm", one, device, factors=factors).time_s[0]
     assert np.log(after / start) == pytest.approx(prior * weight)
 
@@ -148,9 +171,9 @@ def test_adapt_wants_positive_times_of_one_group():
     device = device_named("L4")
     for times in ([], [0.0], [-1e-6], [np.nan], [np.inf]):
         with pytest.raises(InputError, match="at least one measurement"):
-            adapt(device, "gemm", {"m": 1, "n": 2, "k": 3}, times)
+            query.adapt(device, "gemm", {"m": 1, "n": 2, "k": 3}, times)
     with pytest.raises(InputError, match=r"gemm\.16bit, gemm\.fp32"):
-        adapt(device, "gemm", {"m": [8, 8], "n": 8, "k": 8, "dtype": ["bf16", "fp32"]}, [1e-6, 2e-6])
+        query.adapt(device, "gemm", {"m": [8, 8], "n": 8, "k": 8, "dtype": ["bf16", "fp32"]}, [1e-6, 2e-6])
 
 
 def test_validation_counts_rows_and_reasons(tmp_path):

@@ -38,6 +38,21 @@ class BlockTime(Spec, frozen=True, kw_only=True):
     tensor: int = 1
 
 
+class KernelTime(Spec, frozen=True, kw_only=True):
+    """Measured seconds of one kernel on a device; `kind`, `op` and `sizes` are named as in `cost.query`, which predicts
+    others from a few of these."""
+
+    kind: str
+    op: str
+    dtype: str
+    sizes: dict[str, float]
+    time_s: float
+
+    def __post_init__(self) -> None:
+        if not self.time_s > 0:
+            raise InputError(f"kernel {self.kind} {self.op}: time is {self.time_s}; it must be positive")
+
+
 class Device(Spec, frozen=True, kw_only=True, dict=True):
     """One accelerator, or one CPU process with its share of the cores.
 
@@ -46,6 +61,8 @@ class Device(Spec, frozen=True, kw_only=True, dict=True):
     """
 
     name: str
+    base: str = ""
+    """The known device that this one is a variant of, whose efficiencies it has; empty for one that is known itself."""
     kind: Literal["gpu", "cpu"] = "gpu"
     vendor: str = ""
     arch: str = ""
@@ -78,6 +95,8 @@ class Device(Spec, frozen=True, kw_only=True, dict=True):
     turn_s: float | None = None
     """Seconds for which a message waits, while this process computes, until it gets its turn on the core."""
     block_times: tuple[BlockTime, ...] = ()
+    kernel_times: tuple[KernelTime, ...] = ()
+    """A few measured kernels, from which others are predicted (`mixfleet calibrate device`)."""
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -100,6 +119,11 @@ class Device(Spec, frozen=True, kw_only=True, dict=True):
                 raise InputError(f"device {self.name}: efficiency[{op}] is {value}; it must be positive")
         if not 0 < self.share <= 1:
             raise InputError(f"device {self.name}: share is {self.share}; it must be above 0 and at most 1")
+
+    @property
+    def known_as(self) -> str:
+        """The name under which tables of known devices list it."""
+        return self.base or self.name
 
     def __hash__(self) -> int:
         return hash((self.name, self.memory_bytes, self.share, self.cores))

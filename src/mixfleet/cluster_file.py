@@ -12,7 +12,7 @@ import msgspec
 
 from mixfleet.catalog.devices import device_fields, link_peers, names
 from mixfleet.catalog.instances import NIC_LATENCY_S, instance_named
-from mixfleet.cluster import BlockTime, Cluster, Device, Link, Node
+from mixfleet.cluster import BlockTime, Cluster, Device, KernelTime, Link, Node
 from mixfleet.errors import InputError, unknown
 from mixfleet.files import FORMAT_KEY, VERSIONS, Document, Keys, decode, read_spec, write_yaml
 from mixfleet.spec import Spec
@@ -68,8 +68,17 @@ class _BlockTimeForm(Spec, frozen=True, kw_only=True):
     tensor: int = 1
 
 
+class _KernelTimeForm(Spec, frozen=True, kw_only=True):
+    kind: str
+    op: str
+    dtype: str
+    sizes: dict[str, float]
+    time: _Seconds
+
+
 class _DeviceForm(Spec, frozen=True, kw_only=True):
     device: str = ""
+    base: str = ""
     name: str | None = None
     count: int = 1
     kind: Literal["gpu", "cpu"] | None = None
@@ -94,6 +103,7 @@ class _DeviceForm(Spec, frozen=True, kw_only=True):
     sum_cpu: _Seconds | None = None
     turn: _Seconds | None = None
     block_times: tuple[_BlockTimeForm, ...] | None = None
+    kernels: tuple[_KernelTimeForm, ...] | None = None
     source: str | None = None
 
 
@@ -125,7 +135,8 @@ class _ClusterForm(Spec, frozen=True, kw_only=True):
 
 _FIELD = {"memory": "memory_bytes", "memory_bandwidth": "memory_Bps", "cache": "cache_bytes", "power": "power_w",
           "link_bandwidth": "link_Bps", "pcie_bandwidth": "pcie_Bps", "launch": "launch_s",
-          "message_cpu": "message_cpu_s", "byte_cpu": "byte_cpu_s", "sum_cpu": "sum_cpu_s", "turn": "turn_s"}
+          "message_cpu": "message_cpu_s", "byte_cpu": "byte_cpu_s", "sum_cpu": "sum_cpu_s", "turn": "turn_s",
+          "kernels": "kernel_times"}
 """Key in the file: field of `Device`, where they differ."""
 _TEXT: dict[str, Any] = {"memory": text_bytes, "cache": text_bytes, "memory_bandwidth": text_rate,
                          "link_bandwidth": text_rate, "pcie_bandwidth": text_rate, "vector_flops": text_flops,
@@ -165,6 +176,28 @@ def save(cluster: Cluster, path: str | Path, header: str = "") -> None:
     write_yaml(path, data, header)
 
 
+def load_device(path: str | Path) -> Device:
+    """Read a device file: the keys of a device in a cluster file (docs/cluster.md), for clusters to name."""
+    return _load_device(Path(path), ())
+
+
+def _load_device(path: Path, inside: tuple[Path, ...]) -> Device:
+    if path.resolve() in inside:
+        raise InputError("the device file starts from itself", where=str(path))
+    doc = read_spec(path, "device")
+    form = decode(doc, _DeviceForm, _quantity)
+    with _located(doc, ()):
+        if form.count != 1:
+            raise InputError("a device file describes one device; give the count in the cluster file",
+                             where=doc.where(("count",)))
+        return _devices(form, path.parent, (*inside, path.resolve()))[0]
+
+
+def save_device(device: Device, path: str | Path, header: str = "") -> None:
+    """Write a device file from which `load_device` makes an equal device."""
+    write_yaml(path, {FORMAT_KEY: f"device/{VERSIONS['device']}", **_device_data(device, 1)}, header)
+
+
 @contextmanager
 def _located(doc: Document, keys: Keys) -> Iterator[None]:
     try:
@@ -193,7 +226,8 @@ def _nodes(doc: Document, keys: Keys, form: _NodeForm, alone: bool) -> Iterator[
         for i, entry in enumerate(form.devices if isinstance(form.devices, tuple) else (form.devices,)):
             at = (*keys, "devices", i) if several else (*keys, "devices")
             with _located(doc, at):
-                devices += _devices(_DeviceForm(device=entry) if isinstance(entry, str) else entry)
+                devices += _devices(_DeviceForm(device=entry) if isinstance(entry, str) else entry,
+                                    Path(doc.path).parent)
     if not devices:
         raise InputError(f"node {form.name}: devices is empty", where=doc.where(keys))
     with _located(doc, (*keys, "link")):
@@ -211,12 +245,30 @@ def _nodes(doc: Document, keys: Keys, form: _NodeForm, alone: bool) -> Iterator[
                        rack=form.rack, zone=form.zone, host_memory_bytes=host_memory)
 
 
-def _devices(form: _DeviceForm) -> list[Device]:
+FILES = (".yaml", ".yml")
+"""Ends of names that are of device files, not of devices."""
+
+
+def _started_from(name: str, folder: Path, inside: tuple[Path, ...]) -> dict[str, Any]:
+    """The fields of a known device, or of the device file of that name (relative to `folder`)."""
+    if not name.endswith(FILES):
+        return dict(device_fields(name))
+    found = _load_device(folder / name, inside)
+    return {f: getattr(found, f) for f in found.__struct_fields__}
+
+
+def _devices(form: _DeviceForm, folder: Path, inside: tuple[Path, ...] = ()) -> list[Device]:
+    """`count` devices; names of device files are relative to `folder`."""
     if form.count < 1:
         raise InputError(f"count is {form.count}; it must be at least 1")
-    given = {_FIELD.get(f, f): getattr(form, f) for f in form.__struct_fields__ if f not in ("device", "count")}
+    if form.device and form.base:
+        raise InputError("give either device or base: both name what the device starts from")
+    start = form.device or form.base
+    given = {_FIELD.get(f, f): getattr(form, f) for f in form.__struct_fields__ if f not in ("device", "base", "count")}
     given = {k: v for k, v in given.items() if v is not None}
-    base = dict(device_fields(form.device)) if form.device else {}
+    base = _started_from(start, folder, inside) if start else {}
+    if base and given.get("name", base["name"]) != base["name"]:
+        base["base"] = base.get("base") or base["name"]
     for table in ("flops", "efficiency"):
         if table in given:
             given[table] = {**base.get(table, {}), **{k: float(v) for k, v in given[table].items()}}
@@ -227,6 +279,10 @@ def _devices(form: _DeviceForm) -> list[Device]:
             BlockTime(block=t.block, micro_batch=t.micro_batch, seq_len=t.seq_len, precision=t.precision,
                       forward_s=float(t.forward), backward_s=float(t.backward), tensor=t.tensor)
             for t in given["block_times"])
+    if "kernel_times" in given:
+        given["kernel_times"] = tuple(
+            KernelTime(kind=t.kind, op=t.op, dtype=t.dtype, sizes=t.sizes, time_s=float(t.time))
+            for t in given["kernel_times"])
     plain = {k: float(v) if isinstance(v, float) else int(v) if isinstance(v, _Bytes) else v for k, v in given.items()}
     fields = {**base, **plain}
     if "fp32" in fields.get("flops", {}):
@@ -244,7 +300,7 @@ def link_between(devices: tuple[Device, ...], kind: str = "") -> Link:
     pcie = min(d.pcie_Bps for d in devices)
     fabric = "xgmi" if devices[0].vendor == "AMD" else "nvlink"
     if not kind:
-        reach = min((n for d in devices if (n := link_peers(d.name)) is not None), default=len(devices))
+        reach = min((n for d in devices if (n := link_peers(d.known_as)) is not None), default=len(devices))
         bridged_out = len(devices) > reach + 1
         kind = fabric if fast and not bridged_out else "pcie" if pcie else "loopback"
         if kind == "loopback" and any(d.kind != "cpu" for d in devices):
@@ -320,15 +376,17 @@ def _link_data(link: Link, name: str, bits: bool = False) -> dict[str, Any]:
 
 
 def _device_data(device: Device, count: int) -> dict[str, Any]:
-    base = device_fields(device.name) if device.name in names() and _complete(device.name) else {}
+    base = device_fields(device.known_as) if device.known_as in names() and _complete(device.known_as) else {}
     lost = [k for k, v in base.items() if v is not None and getattr(device, k) is None]
     if lost or not set(base.get("flops", {})) <= set(device.flops):
         base = {}  # a file changes figures of a known device, but cannot take one away
     data: dict[str, Any] = {"device": device.name} if base else {"name": device.name}
+    if base and device.base:
+        data = {"base": device.base, "name": device.name}
     if count > 1:
         data["count"] = count
     usual = {f.name: f.default for f in msgspec.structs.fields(Device)} | base
-    for key in _DeviceForm.__struct_fields__[3:]:
+    for key in _DeviceForm.__struct_fields__[4:]:
         value = getattr(device, _FIELD.get(key, key))
         default = usual.get(_FIELD.get(key, key))
         if value == default or (not value and default is msgspec.NODEFAULT):
@@ -339,6 +397,10 @@ def _device_data(device: Device, count: int) -> dict[str, Any]:
             value = [{"block": t.block, "micro_batch": t.micro_batch, "seq_len": t.seq_len, "precision": t.precision,
                       "forward": text_seconds(t.forward_s), "backward": text_seconds(t.backward_s),
                       **({"tensor": t.tensor} if t.tensor != 1 else {})} for t in value]
+        elif key == "kernels":
+            value = [{"kind": t.kind, "op": t.op, "dtype": t.dtype,
+                      "sizes": {k: int(v) if v == int(v) else v for k, v in t.sizes.items()},
+                      "time": text_seconds(t.time_s)} for t in value]
         data[key] = _TEXT[key](value) if key in _TEXT else value
     return data
 

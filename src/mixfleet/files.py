@@ -20,7 +20,7 @@ import msgspec
 from mixfleet.errors import InputError, unknown
 
 FORMAT_KEY = "mixfleet"
-VERSIONS = {"cluster": 1, "job": 1, "plan": 1}
+VERSIONS = {"cluster": 1, "device": 1, "job": 1, "plan": 1}
 
 _FLOW_WIDTH = 120
 """Longest list or mapping, without quotes, that is written on one line."""

@@ -40,12 +40,12 @@ def discover(ranks: Sequence[Cores] | None = None, *, measure: bool = True) -> C
     same core share it equally. Their figures are measured if `measure` and torch is there, else stated defaults;
     `Device.source` says which. Raises InputError for cores that this process may not use.
     """
-    gpus, nvlink = ([], False) if ranks is not None else _gpus()
+    cards, nvlink = ([], False) if ranks is not None else gpus()
     host = platform.node().split(".")[0] or "local"
-    memory = _available_memory_bytes()
-    if gpus:
-        link = link_between(tuple(gpus), "" if nvlink else "pcie")
-        node = Node(name=host, devices=tuple(gpus), link=link, nic=link.replace(name="nic"), host_memory_bytes=memory)
+    memory = available_memory_bytes()
+    if cards:
+        link = link_between(tuple(cards), "" if nvlink else "pcie")
+        node = Node(name=host, devices=tuple(cards), link=link, nic=link.replace(name="nic"), host_memory_bytes=memory)
         return Cluster(name=host, nodes=(node,))
     cores = available_cores()
     ranks = [tuple(r) for r in ranks] if ranks is not None else [(c,) for c in cores]
@@ -81,7 +81,7 @@ def _check_ranks(ranks: Sequence[Cores], cores: Cores) -> None:
 
 
 def _cpu(cores: Cores, figures: dict[str, float], why_not_measured: str) -> Device:
-    base = device_named("cpu").replace(arch=_cpu_model())
+    base = core_device()
     if not figures:
         n = len(cores)
         return base.replace(flops={k: v * n for k, v in base.flops.items()}, vector_flops=base.vector_flops * n,
@@ -89,6 +89,11 @@ def _cpu(cores: Cores, figures: dict[str, float], why_not_measured: str) -> Devi
     flops = {k: figures[k] for k in ("fp64", "fp32", "bf16")}
     return base.replace(flops=flops, vector_flops=flops["fp32"], memory_Bps=figures["memory_Bps"],
                         launch_s=figures["launch_s"], source="measured by mixfleet discover")
+
+
+def core_device() -> Device:
+    """A core of this machine with the stated defaults."""
+    return device_named("cpu").replace(arch=_cpu_model())
 
 
 def _evened(figures: list[dict[str, float]], cores: list[int]) -> list[dict[str, float]]:
@@ -121,7 +126,7 @@ def _cpu_model() -> str:
                 platform.processor() or platform.machine())
 
 
-def _available_memory_bytes() -> int:
+def available_memory_bytes() -> int:
     """Free memory now, or the limit of the container if that is less."""
     try:
         info = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
@@ -133,7 +138,7 @@ def _available_memory_bytes() -> int:
     return free // MiB * MiB
 
 
-def _gpus() -> tuple[list[Device], bool]:
+def gpus() -> tuple[list[Device], bool]:
     """The GPUs of this machine, and whether NVLink joins them (assumed where the driver is not asked)."""
     try:
         import pynvml

@@ -18,7 +18,7 @@ from mixfleet.cluster import Device
 from mixfleet.cost import learned, query
 from mixfleet.cost.demand import DRAM, TENSOR, Array, type_named
 from mixfleet.cost.learned import Factors, Forest, Group, Layer, Relatives
-from mixfleet.errors import InputError
+from mixfleet.errors import InputError, unknown
 
 ROWS = 100_000
 """Drawn per group."""
@@ -70,7 +70,10 @@ class Sample(NamedTuple):
 
 
 def samples(folder: Path, rows: int = ROWS, groups: Sequence[str] = ()) -> dict[str, Sample]:
-    """The groups' rows, drawn from the data files of a folder; `groups` limits to those."""
+    """The groups' rows, drawn from the data files of a folder; `groups` limits to those.
+
+    InputError for a group that the files do not have.
+    """
     tables: dict[str, list[Table]] = {}
     for path in sorted(folder.glob("*.parquet")):
         table = read(path, optional=True)
@@ -78,7 +81,7 @@ def samples(folder: Path, rows: int = ROWS, groups: Sequence[str] = ()) -> dict[
             tables.setdefault(table.kind, []).append(table)
     if not tables:
         raise InputError("there are no kernel files (*.parquet) that mixfleet knows", where=str(folder))
-    found = {}
+    found, known = {}, set[str]()
     for kind, parts in sorted(tables.items()):
         names = sorted({name for part in parts for name in part.columns})
         columns = {name: np.concatenate([part.column(name) for part in parts]) for name in names}
@@ -86,6 +89,7 @@ def samples(folder: Path, rows: int = ROWS, groups: Sequence[str] = ()) -> dict[
         times = np.concatenate([part.time_s for part in parts])
         pairs, which = query.texts_of(columns, ("dtype", "op"), len(times))
         group = np.array([query.group_of(kind, *pair) for pair in pairs], dtype=object)[which]
+        known |= set(group)
         for name in sorted(set(group)):
             if groups and name not in groups:
                 continue
@@ -96,6 +100,9 @@ def samples(folder: Path, rows: int = ROWS, groups: Sequence[str] = ()) -> dict[
             drawn = np.random.default_rng(0).choice(len(at), min(rows, len(at)), replace=False, p=weight / weight.sum())
             found[name] = Sample(kind, {k: v[at[np.sort(drawn)]] for k, v in columns.items()}, devices,
                                  times[at[np.sort(drawn)]])
+    for name in groups:
+        if name not in known:
+            raise unknown("group of kernels", name, known, where=str(folder))
     return found
 
 

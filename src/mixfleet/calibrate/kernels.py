@@ -61,21 +61,23 @@ def core_figures() -> dict[str, float]:
     for dtype, n in (("fp32", 512), ("fp64", 384), ("bf16", 512)):
         kind = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}[dtype]
         a, b = (torch.randn(n, n).to(kind) for _ in range(2))
-        figures[dtype] = 2 * n**3 / _best_s(partial(torch.matmul, a, b))
+        figures[dtype] = 2 * n**3 / best_s(partial(torch.matmul, a, b))
     source, target = torch.ones(2**24), torch.empty(2**24)
-    figures["memory_Bps"] = 2 * source.nbytes / _best_s(lambda: target.copy_(source))
+    figures["memory_Bps"] = 2 * source.nbytes / best_s(lambda: target.copy_(source))
     tiny = torch.ones(8)
-    figures["launch_s"] = _best_s(lambda: [tiny + 1.0 for _ in range(100)]) / 100
+    figures["launch_s"] = best_s(lambda: [tiny + 1.0 for _ in range(100)]) / 100
     return figures
 
 
-def _best_s(work: Callable[[], Any]) -> float:
+def best_s(work: Callable[[], Any], window_s: float = _WINDOW_S, before: Callable[[], Any] = lambda: None) -> float:
+    """Seconds of the fastest of many runs on this CPU, with `before` ahead of each, which does not count."""
     import torch
 
     clock = process_time if torch.get_num_threads() == 1 else perf_counter
     work()
-    best, rounds, end = float("inf"), 0, perf_counter() + _WINDOW_S
+    best, rounds, end = float("inf"), 0, perf_counter() + window_s
     while perf_counter() < end or rounds < 3:
+        before()
         start = clock()
         work()
         best = min(best, clock() - start)

@@ -102,7 +102,7 @@ def efficiency(device: Device, kind: str) -> float:
     """
     if kind in device.efficiency:
         return device.efficiency[kind]
-    for table in (EFFICIENCY.get(device.name, {}), EFFICIENCY.get(generation(device), {})):
+    for table in (EFFICIENCY.get(device.known_as, {}), EFFICIENCY.get(generation(device), {})):
         if kind in table:
             return table[kind] * SUSTAINED[device.kind]
     return EFFICIENCY[DEFAULT][kind] * SUSTAINED[device.kind]

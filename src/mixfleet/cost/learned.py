@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from mixfleet.catalog.devices import rows as catalog_rows
 from mixfleet.cluster import Device, device_named
 from mixfleet.cost.demand import DRAM, PIPES, TENSOR, Array, Demand, Machine
+from mixfleet.cost.deviations import Deviations
 from mixfleet.errors import InputError
 from mixfleet.spec import Spec
 
@@ -82,56 +83,6 @@ def _sixteen_power_of(name: str) -> float | None:
     return sixteen_power(device_named(name)) if name in catalog_rows() else None
 
 
-class Deviations(Spec, frozen=True, kw_only=True):
-    """What measurements of a device add to its factors: log(measured / predicted) as a Gaussian process over what
-    kernels ask for and what ran, known at some points. `calibrate.adapt` makes it."""
-
-    points: tuple[tuple[float, ...], ...]
-    """`coordinates` of the measured kernels."""
-    texts: tuple[tuple[str, ...], ...]
-    """Source, backend and type of each."""
-    weights: tuple[float, ...]
-    scale: float
-    """How much this device deviates, of `DEVIATIONS`."""
-
-    def at(self, points: Array, texts: Sequence[tuple[str, ...]], which: NDArray[np.intp]) -> Array:
-        """[rows]: expected log(measured / predicted) of kernels at `points` that are `texts[which]`."""
-        like = covariance(points, texts, which, np.array(self.points), self.texts, np.arange(len(self.texts)))
-        return np.asarray(self.scale**2 * (like @ np.array(self.weights)))
-
-
-DEVIATIONS = (0.2, 0.1, 0.1, 0.1, 0.1)
-"""Standard deviations between relatives: the whole device, a source, a backend and type, a kind of demand, a shape.
-Chosen with devices left out; few measurements and many are equally good within a factor of two of them."""
-
-
-def coordinates(x: Inputs) -> Array:
-    """[rows, 3 and more]: how far above the floor, tensor against DRAM time, waves, then the shape; a factor of e^2 is
-    one unit."""
-    column = {name: i for i, name in enumerate(x.names)}
-
-    def of(name: str) -> Array:
-        return x.features[:, column[name]].astype(float)
-
-    shape = [of(name) for name in x.names if name.startswith("shape.")]
-    return np.stack([of("bound/floor"), np.clip(of("total.tensor") - of("total.dram"), -6, 6), of("waves"), *shape],
-                    1) / 2
-
-
-def covariance(a: Array, a_texts: Sequence[tuple[str, ...]], a_which: NDArray[np.intp], b: Array,
-               b_texts: Sequence[tuple[str, ...]], b_which: NDArray[np.intp]) -> Array:
-    """[rows of a, rows of b] of the deviations at a scale of 1."""
-    def same(upto: int) -> Array:
-        equal = [[x[:upto] == y[:upto] for y in b_texts] for x in a_texts]
-        return np.array(equal, float).reshape(len(a_texts), -1)[np.ix_(a_which, b_which)]
-
-    squares = (a[:, None, :] - b[None, :, :]) ** 2
-    demand, shape = squares[..., :3].sum(2), squares[..., 3:].sum(2)
-    device, source, backend, kind, local = (s**2 for s in DEVIATIONS)
-    return np.asarray(device + source * same(1) + backend * same(3) + kind * np.exp(-demand / 2)
-                      + local * same(2) * np.exp(-(demand + shape) / 2))
-
-
 class Factors(Spec, frozen=True, kw_only=True):
     """Effective factors of one device for one kind of kernel, and how its measurements deviate from them, if given."""
 
@@ -141,6 +92,7 @@ class Factors(Spec, frozen=True, kw_only=True):
     floor_s: dict[str, float] = {}
     """By what ran and how it was timed: `source backend dtype`, or `source` alone."""
     deviations: Deviations | None = None
+    """From a few measurements (`query.adapt`)."""
 
 
 class Group(Spec, frozen=True, kw_only=True):
@@ -173,12 +125,20 @@ class Forest(NamedTuple):
     """Per feature: ascending; the bin of a value is the number of them below it."""
     bias: float
 
+    def leaf(self, x: NDArray[np.float32]) -> NDArray[np.uint8]:
+        """[rows, features] to [rows, trees]: the number of the leaf of each tree."""
+        bins = np.stack([np.searchsorted(b, x[:, f]) for f, b in enumerate(self.borders)], 1)
+        found = np.empty((len(x), len(self.feature)), np.uint8)
+        bits = np.left_shift(1, np.arange(self.feature.shape[1]))
+        for start in range(0, len(x), FEW_ROWS):
+            part = bins[start:start + FEW_ROWS]
+            found[start:start + FEW_ROWS] = (part[:, self.feature] > self.border) @ bits
+        return found
+
     def predict(self, x: NDArray[np.float32]) -> Array:
         """[rows, features] to [rows]. Few rows are evaluated over all trees at once, many tree by tree."""
         if len(x) <= FEW_ROWS:
-            bins = np.stack([np.searchsorted(b, x[:, f]) for f, b in enumerate(self.borders)], 1)
-            bits = (bins[:, self.feature] > self.border) << np.arange(self.feature.shape[1])
-            values = self.leaves[np.arange(len(self.leaves)), bits.sum(axis=2)]
+            values = self.leaves[np.arange(len(self.leaves)), self.leaf(x)]
             return np.asarray(values.sum(axis=1, dtype=np.float64) + self.bias)
         out = np.empty(len(x))
         for at in range(0, len(x), BLOCK_ROWS):
@@ -284,10 +244,10 @@ def factors_of(group: Group, device: Device, relatives: Mapping[str, Relatives],
 
     `known=False` treats a measured device as one never seen, as cross-validation does.
     """
-    if known and device.name in group.factors:
-        return group.factors[device.name]
+    if known and device.known_as in group.factors:
+        return group.factors[device.known_as]
     me = Relatives.of(device)
-    others = [(name, f) for name, f in sorted(group.factors.items()) if name != device.name]
+    others = [(name, f) for name, f in sorted(group.factors.items()) if name != device.known_as]
     near = [(me.weight(relatives[name]), f) for name, f in others]
     mine = sixteen_power(device)
 
@@ -363,12 +323,12 @@ def _forest(arrays: Mapping[str, NDArray[Any]], name: str) -> Forest:
 
 
 def save(layer: Layer, path: Path) -> None:
-    """Write the coefficients; the same layer gives the same bytes."""
+    """Write the coefficients; the same layer gives the same bytes, in whatever order its groups were fitted."""
     arrays: dict[str, Any] = {"version": np.int64(VERSION)}
     head = {"groups": msgspec.to_builtins(layer.groups), "relatives": {k: list(v) for k, v in layer.relatives.items()}}
     arrays["head"] = np.frombuffer(msgspec.json.encode(head, order="sorted"), np.uint8)
     for what, forests in zip(PARTS, (layer.forests, layer.spreads)):
-        for group, f in forests.items():
+        for group, f in sorted(forests.items()):
             name = f"{group}.{what}"
             arrays |= {f"{name}.feature": f.feature, f"{name}.border": f.border,
                        f"{name}.leaves": f.leaves.astype(np.float16),
@@ -376,6 +336,13 @@ def save(layer: Layer, path: Path) -> None:
                        f"{name}.borders": np.concatenate(f.borders), f"{name}.bias": np.float64(f.bias)}
     with path.open("wb") as file:
         np.savez_compressed(file, **arrays)
+    _load.cache_clear()
+
+
+def together(old: Layer, new: Layer) -> Layer:
+    """The groups of both; those of `new` replace equal names."""
+    return Layer({**old.groups, **new.groups}, {**old.forests, **new.forests}, {**old.relatives, **new.relatives},
+                 {**old.spreads, **new.spreads})
 
 
 def intervals(group: Group, size: Array, known: NDArray[np.bool_]) -> tuple[Array, Array]:

@@ -475,7 +475,7 @@ class _Load:
         """What processes of one machine send each other adds up in its memory, and what cards without peer access do.
         """
         device = self.cluster.devices[rank]
-        if not nbytes or not (device.kind == "cpu" or device.name.startswith(STAGED)):
+        if not nbytes or not (device.kind == "cpu" or device.known_as.startswith(STAGED)):
             return
         node = self.cluster.nodes[self.cluster.node_of[rank]]
         if device.kind == "cpu":

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mixfleet.cluster import Device
+from mixfleet.cluster import Device, KernelTime
 from mixfleet.cost import demand, learned
 from mixfleet.cost.demand import PIPES, Array, Demand, Machine, rate, type_named
+from mixfleet.cost.deviations import Deviations, Places
 from mixfleet.cost.learned import Factors, Inputs, Layer
 from mixfleet.errors import InputError, unknown
 
@@ -190,9 +191,9 @@ def predict(kind: str, columns: Columns, device: Device | Mapping[str, Device], 
     """Times of kernels of one `kind` of `KINDS`, as columns of equal length (or scalars).
 
     `device` is one for all rows, or devices by name with a column `gpu`. Without `source` and `backend` the answer is
-    for the plain library call, timed alone. `factors` replaces those of a device (see `calibrate.adapt`). InputError: a
-    size below 1, an unknown type, a type that the device lacks (unless `emulate`). Products in TF32 are answered as
-    `in_16_bits` says.
+    for the plain library call, timed alone. `factors` replaces those of a device (see `adapt`); a device with
+    `kernel_times` has those that these give. InputError: a size below 1, an unknown type, a type that the device lacks
+    (unless `emulate`). Products in TF32 are answered as `in_16_bits` says.
     """
     layer = layer or learned.load()
     if kind not in KINDS:
@@ -213,8 +214,7 @@ def predict(kind: str, columns: Columns, device: Device | Mapping[str, Device], 
         if name not in layer.groups:
             raise InputError(f"there are no coefficients for {name}; make them with `mixfleet calibrate fit`")
         group = layer.groups[name]
-        found = {d.name: (factors or {}).get(d.name) or learned.factors_of(group, d, layer.relatives)
-                 for d in devices.values()}
+        found = {d.name: (factors or {}).get(d.name) or _measured(d, name, layer) for d in devices.values()}
         members = np.flatnonzero(groups == name)
         for start in range(0, len(members), BLOCK_ROWS):
             at = members[start:start + BLOCK_ROWS]
@@ -267,8 +267,8 @@ def _block(kind: str, name: str, group: learned.Group, part: Columns, devices: M
         if deviations is not None:
             texts, which = texts_of(part, TEXTS, rows)
             at = np.flatnonzero(gpu == device)
-            correction[at] += deviations.at(learned.coordinates(x)[at], texts, which[at])
-    known = np.array([g in group.factors for g in gpu])
+            correction[at] += deviations.at(Places.of(x, layer.forests[name], texts, which[at], at))
+    known = np.array([devices[g].known_as in group.factors for g in gpu])
     sizes = {s: np.broadcast_to(np.asarray(part[s], float), (len(x.bound_s),)) for s in KINDS[kind].size}
     ok = learned.inside(group, np.log(x.bound_s), sizes)
     spread = layer.spreads.get(name)
@@ -278,6 +278,55 @@ def _block(kind: str, name: str, group: learned.Group, part: Columns, devices: M
     time = np.where(ok, x.bound_s * np.exp(correction), far)
     return Times(time, x.demand.ceiling_s(x.nominal), time * np.where(ok, low, learned.FALLBACK_RANGE[0]),
                  time * np.where(ok, high, learned.FALLBACK_RANGE[1]), x.floor_s, x.demand.binds(x.nominal), ok)
+
+
+def adapt(device: Device, kind: str, columns: Columns, time_s: Any, *, emulate: bool = False, known: bool = False,
+          layer: Layer | None = None) -> dict[str, Factors]:
+    """Factors for `predict(..., factors=)` from a few measured kernels of one group (see `group_of`).
+
+    `columns` as for `predict`, `time_s` [rows]. `known=False` starts from the relatives even of a device that the
+    coefficients know. InputError if there are no rows, times that are not positive, or rows of several groups.
+    """
+    layer = layer or learned.load()
+    time = np.atleast_1d(np.asarray(time_s, float))
+    if not time.size or not np.all((time > 0) & np.isfinite(time)):
+        raise InputError("adapt needs at least one measurement, each with a positive time")
+    full = complete(kind, columns)
+    pairs, _ = texts_of(full, ("dtype", "op"), time.size)
+    names = {group_of(kind, *pair) for pair in pairs}
+    if len(names) > 1:
+        raise InputError(f"the measurements are of {', '.join(sorted(names))}; adapt takes one of them at a time")
+    name = names.pop()
+    group = layer.groups[name]
+    start = learned.factors_of(group, device, layer.relatives, known=known)
+    full = named({**full, "gpu": device.name}, group)
+    x = inputs(kind, full, {device.name: device}, {device.name: start}, group.words, emulate=emulate)
+    residual = np.log(time / x.bound_s) - layer.forests[name].predict(x.features)
+    texts, which = texts_of(full, TEXTS, time.size)
+    places = Places.of(x, layer.forests[name], texts, which, np.arange(time.size))
+    return {device.name: start.replace(deviations=Deviations.of(places, residual))}
+
+
+def _measured(device: Device, name: str, layer: Layer) -> Factors:
+    """Factors of a device for the group `name`: with what its own measured kernels of that group say, if it has any."""
+    for t in device.kernel_times:
+        if t.kind not in KINDS:
+            raise unknown("kind of kernel", t.kind, KINDS, where=f"device {device.name}")
+    rows = [t for t in device.kernel_times if group_of(t.kind, t.dtype, t.op) == name]
+    if not rows:
+        return learned.factors_of(layer.groups[name], device, layer.relatives)
+    kept: dict[str, tuple[Layer, Factors]] = device.__dict__.setdefault("_factors", {})
+    if name not in kept or kept[name][0] is not layer:
+        kept[name] = layer, adapt(device, rows[0].kind, columns_of(rows), [t.time_s for t in rows], emulate=True,
+                                  known=True, layer=layer)[device.name]
+    return kept[name][1]
+
+
+def columns_of(rows: Sequence[KernelTime]) -> dict[str, Any]:
+    """Measured kernels of one kind as columns; sizes that one of them leaves out have their default."""
+    what = KINDS[rows[0].kind]
+    return {"dtype": [t.dtype for t in rows], "op": [t.op for t in rows],
+            **{name: [t.sizes.get(name, default) for t in rows] for name, default in what.shape.items()}}
 
 
 TEXTS = ("source", "backend", "dtype")
