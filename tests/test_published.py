@@ -50,7 +50,9 @@ def test_a_row_becomes_model_job_plan_and_cluster(tmp_path):
     assert [s.blocks for s in pipe.stages] == [(0, 3), (3, 6)]
     assert pipe.stages[1].devices == (4, 5, 6, 7)
     assert pipe.stages[1].tensor == 2
-    assert (pipe.replicas, pipe.samples, pipe.micro_batch, pipe.stages[0].recompute) == (2, 4, 1, "full")
+    assert (pipe.replicas, pipe.samples, pipe.micro_batch) == (2, 4, 1)
+    assert pipe.stages[0].recompute == ("none", "full", "full")  # the embedding and the head are not wrapped
+    assert pipe.stages[1].recompute == ("full", "full", "none")
     assert found.job.attention == "eager"
     assert found.job.precision == "fp16"
     assert found.step_s == 0.5
@@ -231,6 +233,20 @@ def test_norms_rotations_gates_and_losses_are_one_kernel_or_several():
     plain, online = (frameworks.rewritten(LLAMA, job, device_of("A100"), f).blocks[-1].ops[-1].traffic.at(3, 128, 1)
                      for f in (Framework(), frameworks.of("mbridge")))
     assert online == pytest.approx(plain * 10 / 36)
+
+
+def test_dropout_keeps_masks_and_what_remains():
+    """Of 2 bytes a score 5, of 2 bytes a token's sum 4."""
+    kept = [{s.name: s.size.at(3, 128, 1) for s in
+             frameworks.rewritten(MODEL, JOB, device_of("A100"), f).blocks[1].saved}
+            for f in (Framework(), Framework(dropped=True))]
+    more = {name: kept[1][name] / n for name, n in kept[0].items() if kept[1][name] != n}
+    assert more == {"attention.probabilities": 2.5, "norm2.input": 2.0}
+
+
+def test_recompute_that_only_the_settings_state(tmp_path):
+    stated = case(tmp_path, recompute="", other_settings="seq and AC as in llama3_8b.toml default (8192, selective op)")
+    assert stated.recompute == case(tmp_path, recompute="selective (op)").recompute == "half"
 
 
 def test_settings_name_the_code_base_and_what_it_hides():

@@ -16,8 +16,8 @@ from mixfleet.cost.kernels import OptimizerLoop, accumulate_s, fused_attention, 
 from mixfleet.cost.memory import CONTEXT_BYTES
 from mixfleet.job import Job
 from mixfleet.model.parts import ROWS, SHARD, gemm
-from mixfleet.model.spec import Block, Model, Op, Size, T
-from mixfleet.plan import Plan
+from mixfleet.model.spec import Block, Model, Op, Saved, Size, T
+from mixfleet.plan import Pipeline, Plan, Stage
 from mixfleet.sim.prediction import DeviceUse, Prediction
 
 
@@ -32,6 +32,10 @@ class Framework(NamedTuple):
     """Whether the allocator grows its segments; without, it keeps more than it needs."""
     bucket_elements: int = 0
     """Elements of the buffer through which gradients are reduced to the owners of optimizer state."""
+    both_gradients: bool = False
+    """Whether the 16-bit gradients of a backward are all there beside the fp32 ones that they are added to."""
+    dropped: bool = False
+    """Whether attention and residuals are dropped out in training, whose masks and results are kept."""
     copies_weights: bool = True
     """Whether 16-bit weights are kept beside the fp32 ones; FSDP casts its shards as it gathers them."""
     counted: Literal["allocated", "reserved", "used"] = "used"
@@ -94,26 +98,27 @@ IN_PRODUCTS, IN_16_BITS = 0.0, 0.6
 """Gradients added up by the epilogue of the product that makes them, or in 16 bits: 6 bytes for each instead of 10."""
 
 MEGATRON_DEEPSPEED = Framework(overlaps=False, sequence_parallel=False, expandable=False, bucket_elements=5 * 10**8,
-                               joined=True, score_passes=FUSED_SOFTMAX, adding=IN_16_BITS)
+                               dropped=True, joined=True, score_passes=FUSED_SOFTMAX, adding=IN_16_BITS)
 MEGATRON_CORE = Framework(expandable=False, joined=True, adding=IN_PRODUCTS, gates_fused=True)
 NEMO = MEGATRON_CORE._replace(hides_tensor=True)
 XLA = Framework(gates_fused=True, loss_bytes=ONLINE_LOSS)
 EAGER_LLAMA = Framework(norm_passes=EAGER_RMSNORM, rotated=EAGER_ROTATION)
-HUGGING_FACE = Framework(score_passes=EAGER_SOFTMAX, copied=2.0, dropout=2.25)
+HUGGING_FACE = Framework(dropped=True, score_passes=EAGER_SOFTMAX, copied=2.0, dropout=2.25)
 FRAMEWORKS: dict[str, Framework] = {
     "bigscience": MEGATRON_DEEPSPEED, "bsv100": MEGATRON_DEEPSPEED, "vtrain": MEGATRON_DEEPSPEED,
-    "sailor": MEGATRON_DEEPSPEED._replace(score_passes=SEPARATE_SOFTMAX, adding=1.0),
-    "megatron": Framework(expandable=False, joined=True, score_passes=FUSED_SOFTMAX, adding=IN_16_BITS),
+    "sailor": MEGATRON_DEEPSPEED._replace(dropped=False, score_passes=SEPARATE_SOFTMAX, adding=1.0),
+    "megatron": Framework(expandable=False, dropped=True, joined=True, score_passes=FUSED_SOFTMAX, adding=IN_16_BITS),
     "simumax": MEGATRON_CORE._replace(overlaps=False, counted="allocated"),
     "dgxc": NEMO, "nemo": NEMO, "mbridge": NEMO._replace(loss_bytes=ONLINE_LOSS),
     "llmfoundry": Framework(copies_weights=False, joined=True, flash=1),
     "torchtitan": EAGER_LLAMA._replace(copies_weights=False, counted="reserved", flash=2),
-    "nanotron": Framework(joined=True, flash=2),
+    "nanotron": Framework(expandable=False, both_gradients=True, joined=True, flash=2),
     "neusight": HUGGING_FACE, "lambda": HUGGING_FACE, "dle": HUGGING_FACE,
     "finetune": EAGER_LLAMA._replace(optimizer="foreach"),
 }
 """As the sources state: the Megatron-DeepSpeed of 2021 and 2022 had neither overlap nor sequence parallelism, has
-kernels of its own for softmax in 16 bits only, and DeepSpeed's default bucket; simumax switched overlap off."""
+kernels of its own for softmax in 16 bits only, and DeepSpeed's default bucket; simumax switched overlap off. In the
+memory of sailor's runs there is room for one copy of the scores, so dropout seems to be off."""
 LOOPING = ("lambda",)
 """Sources whose runs that are not in 16 bits loop over parameters in Python: NVIDIA's BERT takes a fused optimizer for
 SQuAD in 16 bits only (and there has the whole model in 16 bits, softmax included)."""
@@ -158,9 +163,17 @@ def rewritten(model: Model, job: Job, device: Device, framework: Framework) -> M
                    for op in ops]
             ops = [_longer(op, ".activation", framework.activation_passes) for op in ops]
             ops = [_longer(op, ("add1", "add2"), (framework.dropout, framework.dropout)) for op in ops]
-            saved = tuple(s for s in block.saved if not (framework.gates_fused and s.name.endswith(".activated_out")))
+            saved = tuple(_with_masks(s) if framework.dropped else s for s in block.saved
+                          if not (framework.gates_fused and s.name.endswith(".activated_out")))
             blocks[block.kind] = block.replace(ops=tuple(ops), saved=saved)
     return model.replace(blocks=tuple(blocks[b.kind].replace(name=b.name) for b in model.blocks))
+
+
+def _with_masks(saved: Saved) -> Saved:
+    """With dropout, 5 bytes a score for 2 (softmax, its mask, what remains), and masks of a byte for the outputs of both
+    sublayers beside the 2 bytes of the sum between them, in a 16-bit job (Korthikanti et al., 2022)."""
+    more = {"attention.probabilities": 2.5, "norm2.input": 2.0}.get(saved.name, 1.0)
+    return saved.replace(size=more * saved.size) if more != 1.0 else saved
 
 
 _TOGETHER = {"attention.k": "attention.q", "attention.v": "attention.q", "mlp.up": "mlp.gate"}
@@ -286,16 +299,28 @@ def allocated_bytes(use: DeviceUse, plan: Plan, job: Job, framework: Framework) 
     if not framework.sequence_parallel:
         scores = 5 * job.model.heads * job.seq_len / job.model.hidden
         layer = (10 * tensor + 24 + scores) / (34 + scores)
-        kept = tensor if stage.recompute == "full" else layer
-        allocated += round(held.get("activations", 0) * (kept - 1) + held.get("recomputed", 0) * (layer - 1))
+        kept = tensor if "full" in stage.modes.values() else layer
+        layers = held.get("activations", 0) - _head_bytes(stage, plan.pipelines[use.pipeline], job)
+        allocated += round(max(0, layers) * (kept - 1) + held.get("recomputed", 0) * (layer - 1))
     if not framework.copies_weights and sizes.master_bytes:
         allocated -= held.get("weights", 0)
     if plan.sharding.optimizer > 1:
         elements = min(framework.bucket_elements, held.get("weights", 0) // sizes.weight_bytes)
         allocated += elements * sizes.compute_bytes
-        if framework.bucket_elements and job.precision == "bf16":  # DeepSpeed's bf16 optimizer keeps both gradients
-            allocated += held.get("weights", 0)
+    # DeepSpeed's bf16 optimizer keeps both; in fp16 it makes fp32 ones of its own part for the step.
+    deepspeed = framework.bucket_elements and (job.precision == "bf16" or plan.sharding.optimizer == 1)
+    if sizes.master_bytes and (framework.both_gradients or deepspeed):
+        allocated += held.get("weights", 0)
     return allocated
+
+
+def _head_bytes(stage: Stage, pipe: Pipeline, job: Job) -> float:
+    """Bytes that one micro-batch keeps of the head, if the stage holds it: its logits are sharded in any case."""
+    if not stage.holds(len(job.model.blocks) - 1):
+        return 0.0
+    shape = (pipe.micro_batch, job.seq_len // pipe.context, stage.tensor)
+    return sum(s.size.at(*shape) * s.element_bytes(job.bytes.compute_bytes) for s in job.model.blocks[-1].saved
+               if s.held("gpu", fused=True))
 
 
 def peak_bytes(use: DeviceUse, plan: Plan, job: Job, framework: Framework) -> int:

@@ -29,7 +29,7 @@ from mixfleet.job import Job, Optimizer
 from mixfleet.model.families import build
 from mixfleet.model.parts import ROWS, linear, norm
 from mixfleet.model.spec import Block, Model, Op, Saved, Size
-from mixfleet.plan import Pipeline, Plan, Sharding, Stage
+from mixfleet.plan import Pipeline, Plan, Recompute, Sharding, Stage
 from mixfleet.sim import predict
 from mixfleet.units import GB, GiB
 
@@ -202,7 +202,7 @@ def case_of(run: str, metrics: Mapping[str, tuple[int, dict[str, str]]]) -> Case
         raise Inexpressible(f"metric {' and '.join(metrics)} has no conversion")
     return Case(run, source, row["gpu"], plan, job, cluster, step and step[1],
                 _number(peak[1], "value") * GiB if peak else None, where,
-                "as needed" if not row.get("recompute") else "half" if "(" in row["recompute"] else "as planned",
+                "as needed" if not _recompute(row) else "half" if "(" in _recompute(row) else "as planned",
                 framework)
 
 
@@ -408,22 +408,29 @@ def plan_of(row: dict[str, str], blocks: int, *, zero: int = 0) -> Plan:
     if rounds > 1 and (samples // micro) % stages:
         raise Inexpressible("interleaved stages whose number does not divide the micro-batches")
     cuts = _cuts(row, blocks, stages * rounds)
-    recompute = "none" if "(" in row.get("recompute", "") else row.get("recompute") or "none"
+    stated = _recompute(row)
+    recompute = "none" if "(" in stated else stated or "none"
     copies = data * context
     zero, size = _count(row, "zero_stage", zero), tensor * copies
     shard = copies
     if "HYBRID" in row.get("other_settings", ""):
         shard = min(copies, _count(row, "gpus_per_node", 8))
     chunks = list(pairwise(cuts))
-    return Plan(
+    plan = Plan(
         pipelines=(Pipeline(
             stages=tuple(Stage(blocks=chunks[i], more=tuple(chunks[i + stages::stages]), tensor=tensor,
-                               recompute=recompute,  # type: ignore[arg-type]
                                devices=tuple(range(i * size, (i + 1) * size))) for i in range(stages)),
             samples=samples, micro_batch=micro, replicas=data, context=context),),
         schedule="interleaved" if rounds > 1 else "1f1b",
         sharding=Sharding(weights=shard if zero == 3 else 1, gradients=shard if zero >= 2 else 1,
                           optimizer=shard if zero >= 1 else 1))
+    return plan if recompute == "none" else _recomputing(plan, blocks, recompute)  # type: ignore[arg-type]
+
+
+def _recompute(row: dict[str, str]) -> str:
+    """What the row states, if only among its settings."""
+    named = re.search(r"\(\d+, (selective) (op)\)", row.get("other_settings", ""))
+    return row.get("recompute") or (f"{named[1]} ({named[2]})" if named else "")
 
 
 def _cuts(row: dict[str, str], blocks: int, chunks: int) -> list[int]:
@@ -508,7 +515,7 @@ def score(case: Case) -> Score:
     plain = _score(case)
     if case.recompute != "half" and (case.recompute != "as needed" or plain.fits):
         return plain
-    whole = _score(case._replace(plan=_recomputing(case.plan)))
+    whole = _score(case._replace(plan=_recomputing(case.plan, len(case.job.model.blocks))))
     part = 0.5
     if case.recompute == "as needed":
         part = min(1.0, plain.lacks_bytes / max(1, plain.lacks_bytes - whole.lacks_bytes))
@@ -519,9 +526,12 @@ def score(case: Case) -> Score:
                  if case.recompute == "as needed" else round(lacks))
 
 
-def _recomputing(plan: Plan) -> Plan:
+def _recomputing(plan: Plan, blocks: int, mode: Recompute = "full") -> Plan:
+    """With all layers recomputed: no framework wraps the embedding or the head."""
+    ends = (0, blocks - 1)
     return plan.replace(pipelines=tuple(
-        p.replace(stages=tuple(s.replace(recompute="full") for s in p.stages)) for p in plan.pipelines))
+        p.replace(stages=tuple(s.with_modes({b: "none" if b in ends else mode for b in s.held}) for s in p.stages))
+        for p in plan.pipelines))
 
 
 def _score(case: Case) -> Score:
