@@ -17,14 +17,16 @@ from mixfleet.errors import InputError
 from mixfleet.files import FORMAT_KEY, VERSIONS, Document, Keys, decode, read_spec, write_yaml
 from mixfleet.job import Job
 from mixfleet.schedule.asynchronous import Weights, enough, fill, stream
-from mixfleet.schedule.greedy import Orders, Step, parse_steps, stuck
+from mixfleet.schedule.greedy import B, F, Orders, Step, parse_steps, stuck
 from mixfleet.schedule.named import SCHEDULES, one_f_one_b
+from mixfleet.schedule.rounds import Leg
 from mixfleet.spec import Spec
 
 Recompute = Literal["none", "selective", "full"]
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "looped-bfs", "wave", "zb-h1", "zb-h2", "zb-v", "dualpipe-v",
                        "chimera", "dualpipe", "async-1f1b", "pipedream", "pipedream-vertical", "pipedream-2bw",
-                       "pipeoptim", "xpipe", "hetpipe", "custom"]
+                       "pipeoptim", "xpipe", "hetpipe", "roundpipe",
+                       "custom"]
 """Those of `schedule.named`, and `custom`: every stage's own `order`."""
 
 
@@ -68,6 +70,8 @@ class Stage(Spec, frozen=True, kw_only=True):
     """First block and one past the last."""
     more: tuple[tuple[int, int], ...] = ()
     """Further ranges, for schedules that pass a device several times (interleaved, wave)."""
+    ahead: tuple[tuple[int, int], ...] = ()
+    """Under `roundpipe`: ranges that its devices go forward through for others, who go back there."""
     devices: tuple[int, ...]
     tensor: int = 1
     shares: tuple[int, ...] = ()
@@ -245,6 +249,11 @@ class Pipeline(Spec, frozen=True, kw_only=True, dict=True):
         for as many as show how it repeats itself; `distance` is that of its waves."""
         if schedule == "custom":
             return tuple(parse_steps(stage.order) for stage in self.stages)
+        if schedule == "roundpipe":  # the forward legs of `ahead` keep nothing, and are not among them
+            turns = [(chunk.stage, k) for k, chunk in reversed(list(enumerate(self.chain)))]
+            return tuple(tuple((op, k, m) for stage, k in turns if stage == s
+                               for m in range(len(self.micro_batches)) for op in (F, B))
+                         for s in range(len(self.stages)))
         if schedule == "1f1b" and self.in_turn:
             return one_f_one_b(tuple(c.stage for c in self.chain), len(self.micro_batches), tuple(
                 s.members if s.dispatch == "round-robin" else 1 for s in self.stages))
@@ -258,6 +267,17 @@ class Pipeline(Spec, frozen=True, kw_only=True, dict=True):
     def chain(self) -> tuple[Chunk, ...]:
         """All chunks in the order of the model."""
         return tuple(sorted(Chunk(lo, hi, s) for s, stage in enumerate(self.stages) for lo, hi in stage.chunks))
+
+    @cached_property
+    def legs(self) -> tuple[Leg, ...]:
+        """Under `roundpipe`, what goes to one stage after another: forward legs, then backward legs."""
+        front = sorted((lo, hi, s) for s, stage in enumerate(self.stages) for lo, hi in stage.ahead)
+        return (*(Leg(lo, hi, s, False) for lo, hi, s in front), *(Leg(*chunk, True) for chunk in reversed(self.chain)))
+
+    @cached_property
+    def entries(self) -> frozenset[int]:
+        """Under `roundpipe`, the blocks at whose input a backward leg begins that is not the first of them."""
+        return frozenset(c.lo for c in self.chain[:-1] if c.lo)
 
 
 class Sharding(Spec, frozen=True, kw_only=True):
@@ -419,7 +439,7 @@ class Plan(Spec, frozen=True, kw_only=True, dict=True):
     @property
     def weights(self) -> Weights | None:
         """Which weights each step reads under an asynchronous schedule."""
-        return None if self.schedule == "custom" else SCHEDULES[self.schedule].weights
+        return SCHEDULES[self.schedule].weights if self.schedule in SCHEDULES else None
 
     @property
     def updates(self) -> int:
@@ -519,7 +539,7 @@ def why_not(plan: Plan, job: Job, cluster: Cluster) -> str | None:
 
 def _reasons(plan: Plan, job: Job, cluster: Cluster) -> Iterator[str]:
     yield from _wrong_cluster(plan, cluster)
-    ways = 1 if plan.schedule == "custom" else SCHEDULES[plan.schedule].ways
+    ways = SCHEDULES[plan.schedule].ways if plan.schedule in SCHEDULES else 1
     used: list[dict[int, str]] = [{} for _ in range(ways)]
     for p, pipeline in enumerate(plan.pipelines):
         yield from _wrong_batch(pipeline, f"pipelines[{p}]")
@@ -545,6 +565,7 @@ def _reasons(plan: Plan, job: Job, cluster: Cluster) -> Iterator[str]:
     if not plan.synchronous:
         yield from _wrong_asynchronous(plan, job)
     yield from _wrong_waves(plan, job)
+    yield from _wrong_rounds(plan, cluster)
     if plan.sharding.hierarchical:
         yield from _wrong_hierarchy(plan, cluster)
     if plan.batching != "padded":
@@ -690,8 +711,10 @@ def _homes(plan: Plan, crew: tuple[int, ...]) -> tuple[int, ...]:
 def _wrong_schedule(plan: Plan, crew: tuple[int, ...], p: int) -> Iterator[str]:
     pipeline, schedule, where = plan.pipelines[p], plan.schedule, f"pipelines[{p}]"
     home, count = tuple(c.stage for c in pipeline.chain), len(pipeline.micro_batches)
-    if sorted(set(home)) != list(range(len(pipeline.stages))):
+    if schedule != "roundpipe" and sorted(set(home)) != list(range(len(pipeline.stages))):
         yield f"{where}: the stages must stand in the order in which the chain first reaches them"
+    if schedule == "roundpipe":
+        return
     if schedule != "custom":
         counts: tuple[int, ...] = (count,)
         if SCHEDULES[schedule].ways > 1 and len(crew) > 1:
@@ -840,6 +863,49 @@ def _wrong_waves(plan: Plan, job: Job) -> Iterator[str]:
             if stage.members > 1:
                 yield (f"pipelines[{p}].stages[{s}].shares has {stage.members} replicas, which under hetpipe would "
                        "have to sum their gradients at every micro-batch. Leave it out, or make them virtual workers")
+
+
+def _wrong_rounds(plan: Plan, cluster: Cluster) -> Iterator[str]:
+    """Legs that leave something out or are not in turn, and what stateless workers cannot do."""
+    if plan.schedule != "roundpipe":
+        for p, pipeline in enumerate(plan.pipelines):
+            for s, stage in enumerate(pipeline.stages):
+                if stage.ahead:
+                    yield (f"pipelines[{p}].stages[{s}].ahead is of the schedule roundpipe; the schedule is "
+                           f"{plan.schedule}. Leave it out")
+        return
+    pipeline, count = plan.pipelines[0], len(plan.pipelines[0].stages)
+    if len(plan.replicas) > 1:
+        yield f"roundpipe has one pipeline, whose stages are its workers; here are {len(plan.replicas)} replicas"
+        return
+    last, expected = pipeline.chain[-1].lo, 0
+    for leg in (leg for leg in pipeline.legs if not leg.back):
+        if leg.lo != expected or leg.hi <= leg.lo:
+            yield (f"pipelines[0].stages[{leg.device}].ahead has blocks {leg.lo}-{leg.hi - 1}; it must begin at block "
+                   f"{expected} and hold at least one block")
+        expected = leg.hi
+    if expected != last:
+        yield (f"`ahead` of all stages reaches block {expected - 1}; it must end with block {last - 1}, behind which "
+               "the first leg goes back")
+    for j, leg in enumerate(pipeline.legs):
+        if leg.device != j % count:
+            yield (f"leg {j} of roundpipe (blocks {leg.lo}-{leg.hi - 1}, {'back' if leg.back else 'forward'}) is on "
+                   f"stage {leg.device}; legs go in turn, so it belongs on stage {j % count}")
+    for s, stage in enumerate(pipeline.stages):
+        where = f"pipelines[0].stages[{s}]"
+        if "weights" not in stage.offload:
+            yield f"{where}.offload lacks weights: under roundpipe they lie in host memory, where all workers find them"
+        if stage.tensor > 1 or stage.members > 1 or pipeline.context > 1:
+            yield f"{where} is of more than one device; a worker of roundpipe is one"
+        if stage.recompute != "none":
+            yield (f"{where}.recompute is {stage.recompute_text}; a backward leg of roundpipe goes forward again just "
+                   "before, so it would be done twice. Take none")
+        node = cluster.node_of[stage.devices[0]]
+        if node != cluster.node_of[pipeline.stages[0].devices[0]]:
+            yield (f"{where} is on node {cluster.nodes[node].name}, another than stage 0: workers of roundpipe share "
+                   "the memory of one host")
+    if plan.accumulation == "layered" or plan.sharding.optimizer > 1:
+        yield "roundpipe goes with accumulation plain and no sharding"
 
 
 def _wrong_sharding(plan: Plan) -> Iterator[str]:

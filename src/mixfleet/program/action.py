@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from mixfleet.errors import InputError
-from mixfleet.schedule import asynchronous
+from mixfleet.schedule import asynchronous, rounds
 from mixfleet.schedule.greedy import Step
 from mixfleet.spec import Spec
 
@@ -27,10 +27,11 @@ F, B, I, W = "F", "B", "I", "W"
 SEND_ACT, RECV_ACT, SEND_GRAD, RECV_GRAD = "SA", "RA", "SG", "RG"
 GATHER, RELEASE, REDUCE, SYNC, NORM, STEP, PUBLISH = "G", "X", "R", "Y", "N", "S", "P"
 PUSH, PULL = asynchronous.PUSH, asynchronous.PULL
+AHEAD, SEND_KEPT, RECV_KEPT = rounds.AHEAD, "SX", "RX"
 LOAD_WEIGHTS, SAVE_WEIGHTS, FREE_WEIGHTS = "LW", "EW", "XW"
 LOAD_STATE, SAVE_STATE, FREE_STATE = "LO", "EO", "XO"
 KEEP, ANTICIPATE, USE, DROP = asynchronous.KEEP, asynchronous.ANTICIPATE, asynchronous.USE, asynchronous.DROP
-_ACTION = re.compile(r"(F|B|I|W|SA|RA|SG|RG|PU|PL|G|X|R|Y|N|S|P|[LEX][WO]|K|A|U|D)"
+_ACTION = re.compile(r"(F|B|I|W|SA|RA|SG|RG|SX|RX|PU|PL|C|G|X|R|Y|N|S|P|[LEX][WO]|K|A|U|D)"
                      r"(?:(\d+)(?::(\d+))?)?(?:\.(\d+))?(?:@(\d+))?('*|\*)")
 JOINT = -1
 """The seat of what a rank does once for all its seats: the norm, and exchanges of a unit that several of them hold."""
@@ -58,6 +59,8 @@ class Action(NamedTuple):
     A    anticipate: predict the weights of these blocks that will be version `mb`, from the optimizer's state
     U    from here on F and B of these blocks use the copy that is version `mb`; without a version, the current weights
     D    drop that copy; the current weights are used again if it was in use
+    C    forward that keeps nothing: what enters block `hi` goes to the next leg, and to whom it belongs for backward
+    SX   send what enters block `hi` in `mb` to stage `peer`, which goes back there;  RX receive it, entering block `lo`
     PU   take what wave `mb` changed of unit `lo`; Y with the same `mb` sums it over the virtual workers
     PL   add what the others changed in wave `mb`
 
@@ -82,14 +85,16 @@ class Action(NamedTuple):
 
 def boundary(action: Action) -> int:
     """The block at whose input a point-to-point action moves activations or gradients."""
-    return action.hi if action.op in (SEND_ACT, RECV_GRAD) else action.lo
+    return action.hi if action.op in (SEND_ACT, RECV_GRAD, SEND_KEPT) else action.lo
+
+
+_MESSAGES = (SEND_ACT, RECV_ACT, SEND_GRAD, RECV_GRAD, SEND_KEPT, RECV_KEPT)
 
 
 def stream_of(action: Action) -> tuple[str, int]:
     """Stream name and channel. Point-to-point actions have one FIFO channel per seat, block boundary and kind."""
-    if action.op in (SEND_ACT, RECV_ACT, SEND_GRAD, RECV_GRAD):
-        kind = (SEND_ACT, RECV_ACT, SEND_GRAD, RECV_GRAD).index(action.op)
-        return "p2p", boundary(action) * 4 + kind + (action.seat << 20)
+    if action.op in _MESSAGES:
+        return "p2p", boundary(action) * len(_MESSAGES) + _MESSAGES.index(action.op) + (action.seat << 20)
     if action.op in (GATHER, RELEASE, PUBLISH):
         return "gather", 0
     if action.op in (REDUCE, SYNC):
@@ -180,7 +185,7 @@ def effects(action: Action, layout: Layout, units: tuple[int, ...]) -> tuple[lis
     permanent piece of sharded weights, grad the gradient as backward leaves it, acc what hop 1 accumulated,
     own the gradient of the owned optimizer piece, opt its updated state, scale the clipping factor, state what the
     optimizer keeps; home and away are weights and state in host memory, kept the copies of weights by version; delta
-    is what a wave changed, total its sum over the virtual workers.
+    is what a wave changed, total its sum over the virtual workers; entry what enters a backward leg.
     """
     op, lo, hi, mb, *_ = action
     home = "shard" if layout.needed(GATHER, 0) else "w"
@@ -189,7 +194,7 @@ def effects(action: Action, layout: Layout, units: tuple[int, ...]) -> tuple[lis
         saved: list[Value] = [("saved", b, mb) for b in range(lo, hi)]
         weights: list[Value] = [("w", u, 0) for u in mine]
         if op == F:
-            return [("x", lo, mb), *weights], [("x", hi, mb), *saved]
+            return [("x", lo, mb), ("entry", lo, mb), *weights], [("x", hi, mb), *saved]
         grads: list[Value] = [("grad", u, 0) for u in mine]
         later: list[Value] = [("later", b, mb) for b in range(lo, hi)]
         if op == W:
@@ -197,6 +202,9 @@ def effects(action: Action, layout: Layout, units: tuple[int, ...]) -> tuple[lis
         if op == I:  # gradients of what has no half of its own, such as norms, are made here
             return [("g", hi, mb), *saved, *weights, *grads], [("g", lo, mb), *later, *saved, *grads]
         return [("g", hi, mb), *saved, *weights, *grads], [("g", lo, mb), *saved, *grads]
+    if op == AHEAD:
+        mine = sorted({u for b in range(lo, hi) for u in layout.units_of_block[b]})
+        return [("x", lo, mb), *(("w", u, 0) for u in mine)], [("x", hi, mb), ("entry", hi, mb)]
     if op in (KEEP, ANTICIPATE, USE, DROP):
         mine = sorted({u for b in range(lo, hi) for u in layout.units_of_block[b]})
         current: list[Value] = [("w", u, 0) for u in mine]
@@ -212,6 +220,8 @@ def effects(action: Action, layout: Layout, units: tuple[int, ...]) -> tuple[lis
         SEND_ACT: ([("x", hi, mb)], []),
         RECV_ACT: ([], [("x", lo, mb)]),
         SEND_GRAD: ([("g", lo, mb)], []),
+        SEND_KEPT: ([("entry", hi, mb)], []),
+        RECV_KEPT: ([], [("entry", lo, mb)]),
         RECV_GRAD: ([], [("g", hi, mb)]),
         GATHER: ([("shard", lo, 0)], [("w", lo, 0)]),
         RELEASE: ([], [("w", lo, 0)]),

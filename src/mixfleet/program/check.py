@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from mixfleet.model.spec import Model
 from mixfleet.plan import Plan
 from mixfleet.program.action import (
+    AHEAD,
     ANTICIPATE,
     DROP,
     FREE_STATE,
@@ -22,12 +23,14 @@ from mixfleet.program.action import (
     PUSH,
     RECV_ACT,
     RECV_GRAD,
+    RECV_KEPT,
     REDUCE,
     RELEASE,
     SAVE_STATE,
     SAVE_WEIGHTS,
     SEND_ACT,
     SEND_GRAD,
+    SEND_KEPT,
     STEP,
     SYNC,
     USE,
@@ -47,7 +50,8 @@ from mixfleet.program.layout import Kind, Layout
 from mixfleet.schedule.asynchronous import CURRENT, readings
 
 RoleKey = tuple[int, int]
-_MATCHES = {SEND_ACT: RECV_ACT, RECV_ACT: SEND_ACT, SEND_GRAD: RECV_GRAD, RECV_GRAD: SEND_GRAD}
+_MATCHES = {SEND_ACT: RECV_ACT, RECV_ACT: SEND_ACT, SEND_GRAD: RECV_GRAD, RECV_GRAD: SEND_GRAD, SEND_KEPT: RECV_KEPT,
+            RECV_KEPT: SEND_KEPT}
 _GROUPS: dict[str, Kind] = {GATHER: "weights", REDUCE: "gradients", PUBLISH: "optimizer"}
 
 
@@ -80,6 +84,7 @@ def _role_problems(role: Role, plan: Plan, layout: Layout) -> Iterator[str]:
     held: set[int] = set()
     state: set[int] = set()
     versions = _Versions()
+    rounds = plan.schedule == "roundpipe"
     loads = "weights" in pipeline.stages[role.stage].offload
     sharded = loads or layout.needed(GATHER, units[0])
     for at, a in enumerate(role.actions):
@@ -115,6 +120,13 @@ def _role_problems(role: Role, plan: Plan, layout: Layout) -> Iterator[str]:
             wrong = [text for b in range(a.lo, a.hi) if (text := versions.wrong(a.op, b, a.mb))]
             if wrong:
                 yield f"{here}: {wrong[0]}"
+        elif a.op == AHEAD:
+            missing = [u for b in range(a.lo, a.hi) for u in layout.units_of_block[b] if u not in held]
+            if missing:
+                yield f"{here}: the weights of unit {missing[0]} are not here"
+            if a.lo and not {(AHEAD, a.lo - 1, a.mb), (RECV_ACT, a.lo, a.mb)} & seen:
+                yield f"{here}: its input has not been received"
+            seen.update((AHEAD, b, a.mb) for b in range(a.lo, a.hi))
         elif a.op in (F, B, I, W):
             for b in range(a.lo, a.hi) if a.op == F else reversed(range(a.lo, a.hi)):
                 missing = [u for u in layout.units_of_block[b] if u not in held] if sharded and a.op != W else []
@@ -122,7 +134,11 @@ def _role_problems(role: Role, plan: Plan, layout: Layout) -> Iterator[str]:
                     yield f"{here}: the weights of unit {missing[0]} are not here"
                 if a.op == F:
                     arrived, source = (F, b - 1, a.mb) in seen, (RECV_ACT, b, a.mb) in seen
-                    if b and not (arrived if stage_of[b - 1] == role.stage else source):
+                    if rounds and b == a.lo:
+                        if b and not {(AHEAD, b - 1, a.mb), (RECV_KEPT if b in pipeline.entries else RECV_ACT, b, a.mb)
+                                      } & seen:
+                            yield f"{here}: its input has not been received"
+                    elif b and not (arrived if stage_of[b - 1] == role.stage else source):
                         yield (f"{here}: block {b} runs before block {b - 1}" if stage_of[b - 1] == role.stage
                                else f"{here}: its input has not been received")
                 elif a.op == W:
@@ -138,7 +154,8 @@ def _role_problems(role: Role, plan: Plan, layout: Layout) -> Iterator[str]:
                         yield f"{here}: the gradient of its output has not been received"
                 seen.add((a.op, b, a.mb))
         else:
-            ready = {SEND_ACT: [(F, a.hi - 1, a.mb)], SEND_GRAD: [(B, a.lo, a.mb), (I, a.lo, a.mb)]}.get(a.op)
+            ready = {SEND_ACT: [(F, a.hi - 1, a.mb), (AHEAD, a.hi - 1, a.mb)],
+                     SEND_KEPT: [(AHEAD, a.hi - 1, a.mb)], SEND_GRAD: [(B, a.lo, a.mb), (I, a.lo, a.mb)]}.get(a.op)
             if ready and not seen.intersection(ready):
                 yield f"{here}: what it sends has not been computed"
             seen.add((a.op, a.lo, a.mb))
@@ -215,10 +232,14 @@ def _miscounted(role: Role, layout: Layout, units: tuple[int, ...]) -> Iterator[
                 continue
             for b in range(lo, hi):
                 expected.update((op, b, m) for op in ((F, I, W) if (m, b) in halves else (F, B)))
+            if layout.plan.schedule == "roundpipe":  # between legs: what does not match is found as such
+                continue
             if k > 0 and pipeline.chain[k - 1].stage != stage:
                 expected.update((op, lo, m) for op in (RECV_ACT, SEND_GRAD))
             if k < last and pipeline.chain[k + 1].stage != stage:
                 expected.update((op, lo, m) for op in (SEND_ACT, RECV_GRAD))
+        for lo, hi in pipeline.stages[role.stage].ahead:
+            expected.update((AHEAD, b, m) for b in range(lo, hi))
         if layout.plan.accumulation == "plain":
             expected.update((REDUCE, u, m) for u in units if layout.needed(REDUCE, u))
     if layout.plan.accumulation == "layered":
@@ -237,7 +258,9 @@ def _miscounted(role: Role, layout: Layout, units: tuple[int, ...]) -> Iterator[
         expected[(NORM, 0, -1)] = 1
     found: Counter[tuple[str, int, int]] = Counter()
     for a in role.actions:
-        if a.op in (F, B, I, W):
+        if a.op in _MATCHES and layout.plan.schedule == "roundpipe":
+            continue
+        if a.op in (F, B, I, W, AHEAD):
             found.update((a.op, b, a.mb) for b in range(a.lo, a.hi))
         elif a.op not in (GATHER, RELEASE, LOAD_WEIGHTS, FREE_WEIGHTS, KEEP, ANTICIPATE, USE, DROP):
             found[(a.op, a.lo, a.mb)] += 1
@@ -254,7 +277,7 @@ def _miscounted(role: Role, layout: Layout, units: tuple[int, ...]) -> Iterator[
 def _unmatched(roles: dict[RoleKey, Role]) -> Iterator[str]:
     """Sends and receives of a channel must name the same micro-batches in the same order."""
     for (p, s), role in roles.items():
-        channels = {(a.op, boundary(a), a.peer) for a in role.actions if a.op in (SEND_ACT, SEND_GRAD)}
+        channels = {(a.op, boundary(a), a.peer) for a in role.actions if a.op in (SEND_ACT, SEND_GRAD, SEND_KEPT)}
         for op, block, peer in sorted(channels):
             sent = [a.mb for a in role.actions if a.op == op and boundary(a) == block]
             other = roles.get((p, peer))

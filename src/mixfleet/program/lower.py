@@ -12,6 +12,7 @@ from itertools import pairwise
 from mixfleet.model.spec import Model
 from mixfleet.plan import Offload, Pipeline, Plan
 from mixfleet.program.action import (
+    AHEAD,
     FREE_STATE,
     FREE_WEIGHTS,
     GATHER,
@@ -24,12 +25,14 @@ from mixfleet.program.action import (
     PUSH,
     RECV_ACT,
     RECV_GRAD,
+    RECV_KEPT,
     REDUCE,
     RELEASE,
     SAVE_STATE,
     SAVE_WEIGHTS,
     SEND_ACT,
     SEND_GRAD,
+    SEND_KEPT,
     STEP,
     SYNC,
     Action,
@@ -41,6 +44,7 @@ from mixfleet.program.action import (
     W,
 )
 from mixfleet.program.layout import Layout
+from mixfleet.schedule.rounds import Leg
 
 Actions = list[Action]
 
@@ -55,7 +59,9 @@ def lower(plan: Plan, model: Model, layout: Layout | None = None, updates: int =
         for seats, steps in zip(plan.seats(crew), plan.orders(crew, updates), strict=True):
             order = [Action(op, chunk.lo, chunk.hi, m, seat=seat) for seat, (op, k, m) in steps
                      for chunk in (plan.pipelines[crew[seat]].chain[k],)]
-            if plan.synchronous:
+            if plan.schedule == "roundpipe":
+                actions = _rounds(plan, layout, *seats[0])
+            elif plan.synchronous:
                 made = [_seat([a for a in order if a.seat == seat], plan, layout, p, s)
                         for seat, (p, s) in enumerate(seats)]
                 units = [layout.units_of_stage(p, s) for p, s in seats]
@@ -126,6 +132,78 @@ def _stream(actions: Actions, plan: Plan, layout: Layout, pipeline: int, stage: 
         else:
             update.append(a)
     return out + update
+
+
+def _rounds(plan: Plan, layout: Layout, pipeline: int, stage: int) -> Actions:
+    """The legs of one device, the weights of the next one loaded meanwhile, then what other schedules end with."""
+    pipe = plan.pipelines[pipeline]
+    mine = [leg for leg in pipe.legs if leg.device == stage]
+    needs = [[u for b in range(leg.lo, leg.hi) for u in layout.units_of_block[b]] for leg in mine]
+    needs = [list(dict.fromkeys(found)) for found in needs]
+    ahead = 1 if plan.sharding.prefetch else 0
+    computes = [a for leg in mine for m in range(len(pipe.micro_batches)) for a in _leg(pipe, leg, m)]
+    actions = _messages(computes, pipe, stage)
+    ends = [max(i for i, a in enumerate(actions) if leg.lo <= a.lo < leg.hi and a.op == (B if leg.back else AHEAD))
+            for leg in mine]
+    out: Actions = []
+    held: set[int] = set()
+    begin = issued = 0
+    for n, end in enumerate(ends):
+        while issued < min(n + ahead + 1, len(mine)):
+            out += [Action(LOAD_WEIGHTS, u, u + 1) for u in needs[issued] if u not in held]
+            held.update(needs[issued])
+            issued += 1
+        out += actions[begin:end + 1]
+        begin = end + 1
+        later = {u for found in needs[n + 1:issued] for u in found}
+        out += [Action(FREE_WEIGHTS, u, u + 1) for u in needs[n] if u not in later]
+        held -= set(needs[n]) - later
+    units = layout.units_of_stage(pipeline, stage)
+    out = _synchronize(out + actions[begin:], layout, [units])
+    return out + _optimizer(layout, [units], [pipe.stages[stage].offload])
+
+
+def _leg(pipe: Pipeline, leg: Leg, m: int) -> Actions:
+    if leg.back:
+        return [Action(F, leg.lo, leg.hi, m), Action(B, leg.lo, leg.hi, m)]
+    points = [leg.lo, *sorted(b for b in pipe.entries if leg.lo < b < leg.hi), leg.hi]
+    return [Action(AHEAD, a, b, m) for a, b in pairwise(points)]
+
+
+def _messages(computes: Actions, pipe: Pipeline, stage: int) -> Actions:
+    """Sends after, receives before, posted one computing early."""
+    front = [leg for leg in pipe.legs if not leg.back]
+    joined = pipe.chain[-1]
+    begins = {leg.lo: leg.device for leg in front} | {joined.lo: joined.stage}
+    ends = {leg.hi: leg.device for leg in front}
+    makes = {b: leg.device for leg in front for b in range(leg.lo + 1, leg.hi + 1)}
+    owner = {c.lo: c.stage for c in pipe.chain}
+    above = {c.hi: c.stage for c in pipe.chain}
+
+    def receives(a: Action) -> Actions:
+        if a.op == B:
+            peer, op = owner.get(a.hi, stage), RECV_GRAD
+        elif a.op == F and a.lo in pipe.entries:
+            peer, op = makes[a.lo], RECV_KEPT
+        else:
+            peer, op = ends.get(a.lo, stage), RECV_ACT
+        return [a._replace(op=op, peer=peer)] if peer != stage else []
+
+    def sends(a: Action) -> Actions:
+        found = []
+        if a.op == AHEAD and begins.get(a.hi, stage) != stage:
+            found.append(a._replace(op=SEND_ACT, peer=begins[a.hi]))
+        if a.op == AHEAD and a.hi in pipe.entries and owner[a.hi] != stage:
+            found.append(a._replace(op=SEND_KEPT, peer=owner[a.hi]))
+        if a.op == B and above.get(a.lo, stage) != stage:
+            found.append(a._replace(op=SEND_GRAD, peer=above[a.lo]))
+        return found
+
+    out = receives(computes[0])
+    for a, after in zip(computes, [*computes[1:], None]):
+        out += receives(after) if after else []
+        out += [a, *sends(a)]
+    return out
 
 
 def _by_block(actions: Actions) -> Actions:

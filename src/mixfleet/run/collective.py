@@ -24,7 +24,7 @@ from mixfleet.plan import Plan
 from mixfleet.program.layout import Move, Reduction
 from mixfleet.run.recorder import Recorder
 
-CHANNELS = ("G", "P", "R", "Y", "SA", "SG")
+CHANNELS = ("G", "P", "R", "Y", "SA", "SG", "SX")
 """Kinds of actions that send."""
 
 

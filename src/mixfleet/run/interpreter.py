@@ -32,12 +32,14 @@ from mixfleet.program.action import (
     PUBLISH,
     RECV_ACT,
     RECV_GRAD,
+    RECV_KEPT,
     REDUCE,
     RELEASE,
     SAVE_STATE,
     SAVE_WEIGHTS,
     SEND_ACT,
     SEND_GRAD,
+    SEND_KEPT,
     STEP,
     SYNC,
     USE,
@@ -52,7 +54,7 @@ from mixfleet.program.action import (
 from mixfleet.program.layout import Layout
 from mixfleet.run.collective import Chain, Copies, Fabric, Sums, Task, overlaps
 from mixfleet.run.halves import Later, PutOff
-from mixfleet.run.state import DTYPES, Unit, bind
+from mixfleet.run.state import DTYPES, Paged, Unit, bind
 
 
 class MicroBatch(NamedTuple):
@@ -79,6 +81,11 @@ _PAGES: dict[str, tuple[Offload, str]] = {
     LOAD_WEIGHTS: ("weights", "load"), SAVE_WEIGHTS: ("weights", "save"), FREE_WEIGHTS: ("weights", ""),
     LOAD_STATE: ("optimizer", "load"), SAVE_STATE: ("optimizer", "save"), FREE_STATE: ("optimizer", "")}
 """What an action moves between device and host, and on which stream; none frees it."""
+_VALUES = {SEND_ACT: ("x", SEND_ACT), RECV_ACT: ("x", SEND_ACT), SEND_GRAD: ("g", SEND_GRAD),
+           RECV_GRAD: ("g", SEND_GRAD), SEND_KEPT: ("entry", SEND_KEPT), RECV_KEPT: ("entry", SEND_KEPT)}
+"""Kind of the value that a message carries, and the channel."""
+_RECEIVED = {"x": RECV_ACT, "g": RECV_GRAD, "entry": RECV_KEPT}
+_KINDS = tuple(dict.fromkeys(channel for _, channel in _VALUES.values()))
 _TAGS = {GATHER: 0, PUBLISH: 1, REDUCE: 2, SYNC: 4}
 _TAGS_PER_UNIT = 6
 _FIRST_MESSAGE_TAG = 1 << 20
@@ -381,7 +388,7 @@ class Interpreter:
         value = self._values.pop((kind, block, mb))
         if isinstance(value, Tensor):
             return value
-        with self.recorder.span("p2p", f"{'RA' if kind == 'x' else 'RG'}{block}.{mb}", "recv"):
+        with self.recorder.span("p2p", f"{_RECEIVED[kind]}{block}.{mb}", "recv"):
             return value.wait()
 
     def _run(self, block: int, x: Tensor, mb: int) -> Tensor:
@@ -469,14 +476,13 @@ class Interpreter:
 
     def _message_tag(self, action: Action) -> int:
         """Messages of activations and of gradients at every block boundary of a pipeline are streams of their own."""
-        kind = 2 * boundary(action) + (action.op in (SEND_GRAD, RECV_GRAD))
+        kind = len(_KINDS) * boundary(action) + _KINDS.index(_VALUES[action.op][1])
         return _FIRST_MESSAGE_TAG + kind * len(self.layout.plan.pipelines) + self.role.pipeline
 
     def _send(self, action: Action) -> None:
         if self._absent(action.mb):
             return
-        act = action.op == SEND_ACT
-        value = self._values.pop(("x", action.hi, action.mb) if act else ("g", action.lo, action.mb))
+        value = self._values.pop((_VALUES[action.op][0], boundary(action), action.mb))
         assert isinstance(value, Tensor)
         route = self._route(action.peer, action.mb)
         parts = [value] if len(route) == 1 else [
@@ -490,9 +496,7 @@ class Interpreter:
     def _receive(self, action: Action) -> None:
         if self._absent(action.mb):
             return
-        act = action.op == RECV_ACT
-        block = action.lo if act else action.hi
-        channel, tag = SEND_ACT if act else SEND_GRAD, self._message_tag(action)
+        block, (kind, channel), tag = boundary(action), _VALUES[action.op], self._message_tag(action)
         _, *rest = self.shape(block, 1)
         works: list[Task] = []
         rows: dict[int, list[Tensor]] = {}
@@ -501,7 +505,7 @@ class Interpreter:
             part = torch.empty(last - first, *cut, dtype=self.dtype, device=self.device)
             rows.setdefault(first, []).append(part)
             works.append(self.fabric.receive(part, rank, channel, tag))
-        self._values["x" if act else "g", block, action.mb] = _Arrival(works, list(rows.values()))
+        self._values[kind, block, action.mb] = _Arrival(works, list(rows.values()))
 
     # --- state -----------------------------------------------------------------------------------------------------
 
@@ -526,7 +530,7 @@ class Interpreter:
     def _page(self, action: Action) -> None:
         """Load, save or free what lies in host memory between uses."""
         what, stream = _PAGES[action.op]
-        unit = self.units[action.lo]
+        unit = self._paged(action.lo)
         if not stream:
             unit.free(what)
             return
@@ -536,6 +540,9 @@ class Interpreter:
         task = self.fabric.run(stream, steps, str(action), stream)
         for flat, _ in unit.paged[what]:
             flat.task = task
+
+    def _paged(self, index: int) -> Paged:
+        return self.units[index]
 
     def _release(self, action: Action) -> None:
         self.units[action.lo].compute.release()

@@ -40,7 +40,35 @@ class Numbers(NamedTuple):
         return cls(compute, gradient, torch.float32 if job.bytes.master_bytes else None)
 
 
-class Unit:
+class Paged:
+    """What has contents in host memory between uses."""
+
+    paged: dict[Offload, list[tuple[Flat, Tensor]]]
+    """What lies in host memory between uses: the buffer here, and its contents there."""
+
+    def load(self, what: Offload) -> Iterator[tuple[()]]:
+        """Bring contents from the host, as a transfer."""
+        for flat, _ in self.paged[what]:
+            flat.restore()
+        return self._copies([(flat.data, home) for flat, home in self.paged[what]])
+
+    def save(self, what: Offload) -> Iterator[tuple[()]]:
+        """Write contents back to the host, as a transfer."""
+        return self._copies([(home, flat.data) for flat, home in self.paged[what]])
+
+    @staticmethod
+    def _copies(pairs: list[tuple[Tensor, Tensor]]) -> Iterator[tuple[()]]:
+        yield ()
+        for target, source in pairs:
+            target.copy_(source, non_blocking=True)
+
+    def free(self, what: Offload) -> None:
+        """Give the memory here back."""
+        for flat, _ in self.paged[what]:
+            flat.release()
+
+
+class Unit(Paged):
     """The state of one unit on one rank.
 
     `compute` is what modules read and `weights` the permanent piece: one buffer, unless weights are sharded. Backward
@@ -94,8 +122,7 @@ class Unit:
         self.optimizer = FlatOptimizer(job.optimizer, runs, self._value, predicts=bool(weights and weights.predicts))
         self.norm_views = [v for c, lo, hi in self.counted if lo < hi and not frozen
                            for v in self.own.views(c, lo, hi)]
-        self.paged: dict[Offload, list[tuple[Flat, Tensor]]] = {}
-        """What lies in host memory between uses: the buffer here, and its contents there."""
+        self.paged = {}
         stage = layout.plan.pipelines[place.pipeline].stages[place.stage]
         for what in stage.offload:
             moments = [Flat((), data) for data in self.optimizer.state.values()]
@@ -137,26 +164,12 @@ class Unit:
         """Where the contents of a buffer stay between steps: the buffer itself, or its place in host memory."""
         return self._homes.get(id(data), data)
 
-    def load(self, what: Offload) -> Iterator[tuple[()]]:
-        """Bring contents from the host, as a transfer."""
-        for flat, _ in self.paged[what]:
-            flat.restore()
-        return self._copies([(flat.data, home) for flat, home in self.paged[what]])
-
-    def save(self, what: Offload) -> Iterator[tuple[()]]:
-        """Write contents back to the host, as a transfer."""
-        return self._copies([(home, flat.data) for flat, home in self.paged[what]])
-
-    @staticmethod
-    def _copies(pairs: list[tuple[Tensor, Tensor]]) -> Iterator[tuple[()]]:
-        yield ()
-        for target, source in pairs:
-            target.copy_(source, non_blocking=True)
-
-    def free(self, what: Offload) -> None:
-        """Give the memory here back."""
-        for flat, _ in self.paged[what]:
-            flat.release()
+    def share(self, path: str) -> None:
+        """Let the weights lie in a file that other processes map as well."""
+        (flat, home), = self.paged["weights"]
+        home = mapped(path, home.numel(), home.dtype)
+        self.paged["weights"] = [(flat, home)]
+        self._homes[id(flat.data)] = home
 
     @property
     def permanent_bytes(self) -> dict[str, int]:
@@ -322,7 +335,23 @@ class Unit:
                         self.home(state)[at:at + b - a]
 
 
-def bind(unit: Unit, modules: dict[int, nn.Module], layout: Layout, rank: int) -> None:
+class Guest(Paged):
+    """Weights of a unit that belongs to another rank of the same host, loaded to compute with and never changed."""
+
+    def __init__(self, index: int, layout: Layout, job: Job, device: torch.device, path: str) -> None:
+        dtype, count = Numbers.of(job).compute, layout.units[index].elements
+        self.index, self.updates = index, 0
+        self.compute = Flat((), torch.zeros(count, dtype=dtype, device=device))
+        self.grad = Flat((), torch.zeros(0, dtype=dtype, device=device))
+        self.paged = {"weights": [(self.compute, mapped(path, count, dtype))]}
+
+
+def mapped(path: str, count: int, dtype: torch.dtype) -> Tensor:
+    """A vector in a file that all processes which map it share."""
+    return torch.from_file(path, shared=True, size=count, dtype=dtype) if count else torch.zeros(0, dtype=dtype)
+
+
+def bind(unit: Unit | Guest, modules: dict[int, nn.Module], layout: Layout, rank: int) -> None:
     """Make the parameters of a unit views into its buffers, their gradients likewise; `modules` are those of the stage.
 
     A tensor lies with its cut dimension first, so a parameter cut along a later dimension is a transposed view.
@@ -336,7 +365,7 @@ def bind(unit: Unit, modules: dict[int, nn.Module], layout: Layout, rank: int) -
                 if (spec.tied or f"{layout.model.blocks[b].name}/{spec.name}") == tensor.key:
                     split = spec.split or 0
                     shape = (hi - lo, *(n for d, n in enumerate(spec.shape) if d != split)) if spec.shape else ()
-                    flats = (unit.compute, unit.grad) if spec.trainable else (unit.compute,)
+                    flats = (unit.compute, unit.grad) if spec.trainable and isinstance(unit, Unit) else (unit.compute,)
                     views = [flat.data[at:at + count].view(shape).movedim(0, split) for flat in flats]
                     _put(modules[b], spec.name, *views)
         at += count

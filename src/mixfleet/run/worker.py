@@ -22,7 +22,7 @@ from mixfleet.cluster import Cluster
 from mixfleet.cost.kernels import fused_attention
 from mixfleet.errors import InputError, RunError
 from mixfleet.job import Job
-from mixfleet.plan import Pipeline, Plan, why_not
+from mixfleet.plan import Pipeline, Plan, Stage, why_not
 from mixfleet.program.layout import Layout, cut
 from mixfleet.program.lower import lower
 from mixfleet.run.balance import Rebalance, apart, rebalance, with_samples
@@ -36,6 +36,7 @@ from mixfleet.run.metrics import StepMetrics
 from mixfleet.run.modules import Layer
 from mixfleet.run.optim import learning_rate
 from mixfleet.run.recorder import Recorder
+from mixfleet.run.rounds import Rounds
 from mixfleet.run.source import Source
 from mixfleet.run.stream import Stream
 from mixfleet.run.tensor import ContextGroup, ExpertGroup, OnComm, TensorGroup
@@ -90,6 +91,8 @@ class Rank:
         given = role, job, self.layout, self.fabric
         self.interpreter: Interpreter | Crew = (
             Crew(*given, modules, source.shape, source.loss) if role.more else
+            Rounds(*given, modules[0], source.shape, source.loss, ahead=self._ahead(stages[0], tensor))
+            if plan.schedule == "roundpipe" else
             (Interpreter if plan.synchronous else Stream)(*given, modules[0], source.shape, source.loss))
         self.step = 0
         self.saving: Saving | None = None
@@ -98,6 +101,16 @@ class Rank:
         self._batcher = Batcher(plan, job, cluster) if job.data.lengths and plan.synchronous else None
         self.batch: Batch | None = None
         """How the samples of the step lie on the replicas, where they differ in length."""
+
+    def _ahead(self, stage: Stage, tensor: TensorGroup) -> dict[int, torch.nn.Module]:
+        """Modules of blocks that a worker of roundpipe only goes forward through."""
+        lent = [b for lo, hi in sorted(stage.ahead) for b in range(lo, hi) if not stage.holds(b)]
+        if not lent:
+            return {}
+        first, *more = [(b, b + 1) for b in lent]
+        fused = fused_attention(self.cluster.devices[self.rank], self.job)
+        return dict(zip(lent, self.source.modules(stage.replace(blocks=first, more=tuple(more)), tensor, self.device,
+                                                  fused=fused)))
 
     def balance(self, steps: int, band: float) -> Rebalance | None:
         """Give samples of slow replicas to fast ones, by what they took in the last `steps`; None if all is well."""

@@ -8,6 +8,7 @@ a stream, since the stream's order implies the others. A test holds the two equa
 from __future__ import annotations
 
 from mixfleet.program.action import (
+    AHEAD,
     ANTICIPATE,
     DROP,
     FREE_STATE,
@@ -22,12 +23,14 @@ from mixfleet.program.action import (
     PUSH,
     RECV_ACT,
     RECV_GRAD,
+    RECV_KEPT,
     REDUCE,
     RELEASE,
     SAVE_STATE,
     SAVE_WEIGHTS,
     SEND_ACT,
     SEND_GRAD,
+    SEND_KEPT,
     STEP,
     SYNC,
     USE,
@@ -52,6 +55,7 @@ def hazards(actions: tuple[Action, ...], layout: Layout) -> list[tuple[int, ...]
     received: dict[tuple[str, int, int], int] = {}
     made: dict[tuple[str, int, int], int] = {}
     waves: dict[tuple[str, int, int], int] = {}  # PU and Y of each wave
+    rounds = any(a.op in (AHEAD, RECV_KEPT) for a in actions)
     reduced, normed = -1, False
     found: list[tuple[int, ...]] = []
     for i, (op, lo, hi, mb, *_) in enumerate(actions):
@@ -67,6 +71,8 @@ def hazards(actions: tuple[Action, ...], layout: Layout) -> list[tuple[int, ...]
             if op == F:
                 before.add(received.get((RECV_ACT, lo, mb), -1))
                 made[F, hi, mb] = i
+                if rounds:
+                    before.update((received.get((RECV_KEPT, lo, mb), -1), received.get((SEND_ACT, hi, mb), -1)))
             else:
                 before.update(moved[lo:hi], [moved[u] for u in extra])
                 if op != W:
@@ -78,6 +84,12 @@ def hazards(actions: tuple[Action, ...], layout: Layout) -> list[tuple[int, ...]
                     made[B, lo, mb] = i
             before.discard(-1)
             needs = tuple(sorted(before))
+        elif op == AHEAD:
+            mine = {u for b in range(lo, hi) for u in layout.units_of_block[b]}
+            for u in mine:
+                used[u] = i
+            needs = tuple(sorted({*(ready[u] for u in mine), received.get((RECV_ACT, lo, mb), -1)} - {-1}))
+            made[F, hi, mb] = i
         elif op in (GATHER, RELEASE, LOAD_WEIGHTS, FREE_WEIGHTS):
             needs = (used[lo],)
             ready[lo] = i
@@ -100,10 +112,12 @@ def hazards(actions: tuple[Action, ...], layout: Layout) -> list[tuple[int, ...]
         elif op in (REDUCE, SYNC):
             needs = (computed[lo],)
             moved[lo] = reduced = i
-        elif op in (RECV_ACT, RECV_GRAD):
-            received[op, lo if op == RECV_ACT else hi, mb] = i
-        elif op == SEND_ACT:
+        elif op in (RECV_ACT, RECV_GRAD, RECV_KEPT):
+            received[op, hi if op == RECV_GRAD else lo, mb] = i
+        elif op in (SEND_ACT, SEND_KEPT):
             needs = (made[F, hi, mb],)
+            if rounds:
+                received[op, hi, mb] = i
         elif op == SEND_GRAD:
             needs = (made[B, lo, mb],)
         elif op == NORM:

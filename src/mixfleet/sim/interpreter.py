@@ -19,6 +19,7 @@ from mixfleet.job import Job
 from mixfleet.model.spec import Block, TensorComm
 from mixfleet.plan import Plan, Stage
 from mixfleet.program.action import (
+    AHEAD,
     ANTICIPATE,
     DROP,
     GATHER,
@@ -31,11 +32,13 @@ from mixfleet.program.action import (
     PUSH,
     RECV_ACT,
     RECV_GRAD,
+    RECV_KEPT,
     REDUCE,
     SAVE_STATE,
     SAVE_WEIGHTS,
     SEND_ACT,
     SEND_GRAD,
+    SEND_KEPT,
     STEP,
     SYNC,
     USE,
@@ -60,9 +63,11 @@ from mixfleet.units import NS_PER_S
 
 NORM_BYTES = 16
 """What the norm exchanges per rank: a sum of squares and a count of valid tokens, both fp64."""
-_SENDER = {SEND_ACT: SEND_ACT, RECV_ACT: SEND_ACT, SEND_GRAD: SEND_GRAD, RECV_GRAD: SEND_GRAD}
+_SENDER = {SEND_ACT: SEND_ACT, RECV_ACT: SEND_ACT, SEND_GRAD: SEND_GRAD, RECV_GRAD: SEND_GRAD,
+           SEND_KEPT: SEND_KEPT, RECV_KEPT: SEND_KEPT}
 """From a point-to-point action to that of the sender."""
-CATEGORY = {SEND_ACT: "send", SEND_GRAD: "send", RECV_ACT: "recv", RECV_GRAD: "recv", GATHER: "gather",
+CATEGORY = {SEND_ACT: "send", SEND_GRAD: "send", RECV_ACT: "recv", RECV_GRAD: "recv",
+            SEND_KEPT: "send", RECV_KEPT: "recv", GATHER: "gather",
             PUBLISH: "gather", REDUCE: "reduce", SYNC: "reduce", NORM: "optimizer"}
 """Of the actions that communicate. The norm counts as part of the optimizer step, as where it is measured."""
 HOST = {LOAD_WEIGHTS: "load", LOAD_STATE: "load", SAVE_WEIGHTS: "save", SAVE_STATE: "save"}
@@ -71,8 +76,9 @@ HOST = {LOAD_WEIGHTS: "load", LOAD_STATE: "load", SAVE_WEIGHTS: "save", SAVE_STA
 
 def host_bytes(layout: Layout, job: Job, unit: int, post: int, op: str) -> int:
     """Bytes that such an action moves for a unit."""
-    if op in (LOAD_WEIGHTS, SAVE_WEIGHTS):
-        return layout.compute_elements(unit, post) * job.bytes.weight_bytes
+    if op in (LOAD_WEIGHTS, SAVE_WEIGHTS):  # under roundpipe a worker loads what is not its own as well
+        return (layout.compute_elements(unit, post) if layout.held(unit, post) else layout.units[unit].elements
+                ) * job.bytes.weight_bytes
     pieces = [layout.piece("optimizer", unit, c, layout.places[post].replica) for c in layout.held(unit, post)]
     state = state_bytes(job, 0, 0, sum(hi - lo for lo, hi in pieces))
     return state.master + state.moments
@@ -534,7 +540,7 @@ class Pricing:
     def parts(self, e: int, action: Action, micro_batch: int, micro: Micro | None = None) -> tuple[Part, ...]:
         """What a compute action is made of, in order; `micro_batch` are the samples that the entity has of it, of
         `seq_len` or as `micro` says."""
-        if action.op in (F, B, I, W):
+        if action.op in (F, B, I, W, AHEAD):
             if not micro_batch:
                 return ()
             key: tuple[object, ...] = (self.kind(e), action.op, action.lo, action.hi, micro_batch if micro is None else
@@ -551,7 +557,7 @@ class Pricing:
             first = self._alike[action.lo]
             made = (self._step(e, first) if action.op == STEP else self._wave(e, action.op, first)
                     if action.op in (PUSH, PULL) else self._copy(e, action.op, first) if action.op in HOST
-                    else self._blocks(e, action, micro_batch, micro) if action.op in (F, B, I, W)
+                    else self._blocks(e, action, micro_batch, micro) if action.op in (F, B, I, W, AHEAD)
                     else self._version(e, action))
             self._known[key] = tuple(Part(c, ns) for c, s in made if (ns := round(s * NS_PER_S)))
         return self._known[key]
@@ -579,11 +585,12 @@ class Pricing:
             sizes = {m: self._experts.tokens(self._entities[m].replica, action.mb) // self._tokens[m] for m in together}
         for i in range(action.lo, action.hi):
             block = job.model.blocks[i]
+            mode = modes.get(i, "none")
             costs = []
             for m, device in kinds.values():
                 x, tokens = self._entities[m], lengths[m]
                 share = self._experts.share(block, x.replica, len(x.ranks), action.mb)
-                costs.append(held_cost(block, sizes[m], tokens, len(x.ranks), device, job, modes[i],
+                costs.append(held_cost(block, sizes[m], tokens, len(x.ranks), device, job, mode,
                                        whole / tokens, share, segments))
             mine = self._experts.share(block, self._entities[e].replica, len(ranks), action.mb)
             forward += max(c.forward_s for c in costs)
@@ -595,7 +602,8 @@ class Pricing:
             recompute += max(c.recompute_s for c in costs)
             if action.op == W:
                 continue
-            phases = ["forward"] * (action.op == F or modes[i] == "full") + ["backward"] * (action.op != F)
+            ahead = action.op in (F, AHEAD)
+            phases = ["forward"] * (ahead or mode == "full") + ["backward"] * (not ahead)
             if block.routed and (self._experts.shared or len(ranks) > 1):
                 expert += sum(max(self._expert_s(m, block, action.mb, sizes[m] * lengths[m], phase) for m in together)
                               for phase in phases)
@@ -603,9 +611,9 @@ class Pricing:
                           for phase in phases if len(ranks) > 1)
             if len(parts) > 1:
                 tensor += sum(self._context_s(e, comm, micro_batch) for comm in block.context_comm
-                              if (comm.phase == "forward" and (action.op == F or modes[i] != "none"))
+                              if (comm.phase == "forward" and (action.op == F or mode != "none"))
                               or (comm.phase == "backward" and action.op != F))
-        if action.op == F:
+        if action.op in (F, AHEAD):
             return [("forward", forward), ("tensor", tensor), ("expert", expert)]
         if action.op == W:
             return [("backward", weight)]

@@ -26,6 +26,7 @@ from mixfleet.cost.memory import (
 from mixfleet.job import Job
 from mixfleet.plan import Plan
 from mixfleet.program.action import (
+    AHEAD,
     ANTICIPATE,
     DROP,
     FREE_STATE,
@@ -39,10 +40,12 @@ from mixfleet.program.action import (
     PUSH,
     RECV_ACT,
     RECV_GRAD,
+    RECV_KEPT,
     REDUCE,
     RELEASE,
     SEND_ACT,
     SEND_GRAD,
+    SEND_KEPT,
     STEP,
     Action,
     B,
@@ -230,7 +233,7 @@ class _Walk:
             sizes: dict[tuple[object, ...], tuple[int, int, int]] = job.__dict__.setdefault("_block_bytes", {})
             saved = work = again = 0
             for b in reversed(range(lo, hi)):
-                block, mode = job.model.blocks[b], modes[b]
+                block, mode = job.model.blocks[b], modes.get(b, "none")
                 experts = self._experts.share(block, replica, degree, action.mb)
                 one = sizes.get(kind := (block.kind, *shape, device, mode, context, experts))
                 if one is None:
@@ -286,8 +289,9 @@ class _Walk:
                 add((start, saved, _SAVED, i))
                 add((start, work, _WORK, i))
                 add((end, -work, _WORK, i))
-                if (entry, action.lo, mb) in waiting:
-                    add((start, -waiting.pop((entry, action.lo, mb)), _MESSAGES, i))
+                for kind in (entry, AHEAD, RECV_KEPT):
+                    if (kind, action.lo, mb) in waiting:
+                        add((start, -waiting.pop((kind, action.lo, mb)), _MESSAGES, i))
                 if (SEND_ACT, action.hi) in sent:
                     waiting[SEND_ACT, action.hi, mb] = nbytes = self._boundary(action.hi - 1, sizes[mb])
                     add((end, nbytes, _MESSAGES, i))
@@ -309,6 +313,24 @@ class _Walk:
                 if (SEND_GRAD, action.lo) in sent and op != W and sizes[mb]:
                     waiting[SEND_GRAD, action.lo, mb] = nbytes = self._boundary(action.lo - 1, sizes[mb])
                     add((end, nbytes, _MESSAGES, i))
+            elif op == AHEAD:
+                # One block after another: what is made and, inside a block, what a forward needs at a time.
+                work = max(saved + work for b in range(action.lo, action.hi) for saved, work, _ in (
+                    self._blocks(action._replace(lo=b, hi=b + 1), sizes[mb]),))
+                add((start, work, _WORK, i))
+                add((end, -work, _WORK, i))
+                for kind in (RECV_ACT, AHEAD):
+                    add((end, -waiting.pop((kind, action.lo, mb), 0), _MESSAGES, i))
+                nbytes = self._boundary(action.hi - 1, sizes[mb])
+                for kind in (SEND_ACT if (SEND_ACT, action.hi) in sent else AHEAD,
+                             *([RECV_KEPT] if action.hi in self._pipe.entries else [])):
+                    waiting[kind, action.hi, mb] = nbytes
+                    add((end, nbytes, _MESSAGES, i))
+            elif op == RECV_KEPT:
+                waiting[RECV_KEPT, action.lo, mb] = nbytes = self._boundary(action.lo - 1, sizes[mb])
+                add((start, nbytes, _MESSAGES, i))
+            elif op == SEND_KEPT:
+                add((end, -waiting.pop((RECV_KEPT, action.hi, mb), 0), _MESSAGES, i))
             elif op in (RECV_ACT, RECV_GRAD):
                 waiting[op, boundary(action), mb] = nbytes = self._boundary(boundary(action) - 1, sizes[mb])
                 add((start, nbytes, _MESSAGES, i))

@@ -241,6 +241,8 @@ def flops_per_step(job: Job, plan: Plan, lengths: Sequence[int] = ()) -> tuple[f
             again += pipeline.samples * pipeline.replicas * sum(
                 known[job.model.blocks[b].kind][0 if mode == "full" else 2]
                 for b, mode in stage.modes.items() if mode != "none")
+            again += pipeline.samples * pipeline.replicas * sum(  # a backward leg goes forward again
+                known[job.model.blocks[b].kind][0] for lo, hi in stage.ahead for b in range(lo, hi))
     return model, model + again
 
 

@@ -10,7 +10,20 @@ from mixfleet.cost.memory import boundary_bytes
 from mixfleet.job import Job
 from mixfleet.model.spec import Block
 from mixfleet.plan import Plan, Recompute
-from mixfleet.program.action import GATHER, PUBLISH, REDUCE, SEND_ACT, SEND_GRAD, SYNC, Action, B, F, I, Program
+from mixfleet.program.action import (
+    GATHER,
+    PUBLISH,
+    REDUCE,
+    SEND_ACT,
+    SEND_GRAD,
+    SEND_KEPT,
+    SYNC,
+    Action,
+    B,
+    F,
+    I,
+    Program,
+)
 from mixfleet.program.layout import Layout
 from mixfleet.sim.experts import Experts
 from mixfleet.sim.traffic import Entity, shards, tensor_bytes
@@ -45,8 +58,8 @@ def bytes_sent(program: Program, plan: Plan, job: Job, layout: Layout, routing: 
         posts = [post for r, member in copies for post in plan.posts(role.pipeline, role.stage, r, member)]
         for action in role.actions:
             op = action.op
-            if op in (SEND_ACT, SEND_GRAD):
-                block = job.model.blocks[action.hi - 1 if op == SEND_ACT else action.lo - 1]
+            if op in (SEND_ACT, SEND_GRAD, SEND_KEPT):
+                block = job.model.blocks[action.lo - 1 if op == SEND_GRAD else action.hi - 1]
                 for i, j, lo, hi in pipeline.meetings(role.stage, action.peer, action.mb % len(sizes)):
                     for r in range(pipeline.copies):
                         samples, length = hi - lo, pipeline.tokens(job.seq_len, r)

@@ -11,8 +11,8 @@ from mixfleet.cost.memory import boundary_bytes
 from mixfleet.cost.network import NO_LOADS, CollectiveOp, Loads, Ports
 from mixfleet.job import Job
 from mixfleet.model.spec import TensorComm
-from mixfleet.plan import Plan
-from mixfleet.program.action import GATHER, PUBLISH, REDUCE, SEND_ACT, SEND_GRAD, SYNC
+from mixfleet.plan import Pipeline, Plan
+from mixfleet.program.action import GATHER, PUBLISH, REDUCE, SEND_ACT, SEND_GRAD, SEND_KEPT, SYNC
 from mixfleet.program.layout import Comm, Layout
 from mixfleet.sim.fold import Instance
 
@@ -103,6 +103,12 @@ class Traffic:
         pipe, first = self._plan.pipelines[pipeline], self._plan.replicas.index((pipeline, 0))
         stages = len(pipe.stages)
         start = next(e for e, entity in enumerate(self.entities) if entity.replica == first)
+        if self._plan.schedule == "roundpipe":
+            for op, at, src, dst in _between_legs(pipe):
+                block, ends = self._job.model.blocks[at - 1], (start + src, start + dst)
+                nbytes = boundary_bytes(block, pipe.micro_batch, self._job.seq_len, 1, self._job)
+                self._add((op, pipeline, at), ends, self._message(*ends, nbytes))
+            return
         for here, there in pairwise(pipe.chain):
             if here.stage == there.stage:
                 continue
@@ -263,6 +269,17 @@ def alike(layout: Layout) -> list[int]:
                              tuple((t.param.split, t.rows, t.row, t.param.role == "expert") for t in unit.tensors),
                              unit.frozen), u)
             for u, unit in enumerate(layout.units)]
+
+
+def _between_legs(pipe: Pipeline) -> list[tuple[str, int, int, int]]:
+    """Under roundpipe: (kind of message, block at whose input it is, from stage, to stage)."""
+    front = [leg for leg in pipe.legs if not leg.back]
+    after = [*[(leg.lo, leg.device) for leg in front[1:]], (pipe.chain[-1].lo, pipe.chain[-1].stage)]
+    makes = {b: leg.device for leg in front for b in range(leg.lo + 1, leg.hi + 1)}
+    found = [(SEND_ACT, at, leg.device, stage) for leg, (at, stage) in zip(front, after)]
+    found += [(SEND_KEPT, c.lo, makes[c.lo], c.stage) for c in pipe.chain if c.lo in pipe.entries]
+    found += [(SEND_GRAD, there.lo, there.stage, here.stage) for here, there in pairwise(pipe.chain)]
+    return [message for message in found if message[2] != message[3]]
 
 
 def _root(parent: dict[int, int], e: int) -> int:

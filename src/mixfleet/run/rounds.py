@@ -1,0 +1,92 @@
+"""A worker of RoundPipe: it computes whatever leg comes next, with weights from the memory that all workers share."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mixfleet.program.action import AHEAD, RECV_KEPT, SEND_KEPT, Action
+from mixfleet.run.interpreter import Interpreter
+from mixfleet.run.state import Guest, Paged, bind
+
+_MEMORY = Path("/dev/shm")
+"""Where files are memory, on Linux."""
+
+
+class Rounds(Interpreter):
+    """An interpreter of legs. The state of a block belongs to the worker that goes back through it; between uses its
+    weights lie in a file in memory, from which those that go forward through it load them too.
+
+    `ahead` are the modules of blocks that are not its own. All workers of the plan make theirs together.
+    """
+
+    def __init__(self, *args: Any, ahead: Mapping[int, nn.Module]) -> None:
+        super().__init__(*args)
+        layout, job, pipeline = self.layout, self.job, self.pipeline
+        self.is_first = self.is_first or any(lo == 0 for lo, _ in self.stage.ahead)
+        self._entries = pipeline.entries
+        self._do |= {AHEAD: self._ahead, SEND_KEPT: self._send, RECV_KEPT: self._receive}
+        made = [tempfile.mkdtemp(prefix="mixfleet-", dir=_MEMORY if _MEMORY.is_dir() else None)] \
+            if dist.get_rank(self.fabric.world) == 0 else [""]
+        dist.broadcast_object_list(made, group=self.fabric.world, group_src=0)
+        owner = {u: s for s in reversed(range(len(pipeline.stages)))
+                 for u in layout.units_of_stage(self.role.pipeline, s)}
+        for u, unit in self.units.items():
+            if owner[u] == self.role.stage:
+                unit.share(f"{made[0]}/{u}")
+        dist.barrier(self.fabric.world)
+        self._guests: dict[int, Guest] = {}
+        self.modules.update(ahead)
+        for b in ahead:
+            for u in layout.units_of_block[b]:
+                if u not in self.units and u not in self._guests:
+                    guest = self._guests[u] = Guest(u, layout, job, self.device, f"{made[0]}/{u}")
+                    bind(guest, dict(ahead), layout, self.rank)
+                    guest.free("weights")
+        self._lent = {b: [self._guests[u] if u in self._guests else self.units[u] for u in layout.units_of_block[b]]
+                      for lo, hi in self.stage.ahead for b in range(lo, hi)}
+        dist.barrier(self.fabric.world)
+        if dist.get_rank(self.fabric.world) == 0:
+            shutil.rmtree(made[0])  # the memory stays as long as somebody maps it
+
+    def begin(self, *args: Any, **kwargs: Any) -> None:
+        """Before anybody loads, all have written back what they updated."""
+        for unit in self.units.values():
+            for flat, _ in unit.paged["weights"]:
+                flat.wait()
+        dist.barrier(self.fabric.world)
+        super().begin(*args, **kwargs)
+
+    def _paged(self, index: int) -> Paged:
+        return self._guests[index] if index in self._guests else self.units[index]
+
+    @torch.no_grad()
+    def _ahead(self, action: Action) -> None:
+        """Forward, to keep nothing but what others need."""
+        x = self._input(action)
+        for b in range(action.lo, action.hi):
+            for unit in self._lent[b]:
+                unit.compute.wait()
+            with self.recorder.span("compute", f"C{b}.{action.mb}", "forward"):
+                x = self._run(b, x, action.mb)
+            self._watch(x, b, action.mb, backward=False)
+            self._mark(f"C{b}.{action.mb}")
+        self._values["x", action.hi, action.mb] = x
+        if action.hi in self._entries:
+            self._values["entry", action.hi, action.mb] = x
+
+    def _input(self, action: Action) -> Tensor:
+        if action.op != AHEAD and action.lo in self._entries:
+            return self._take("entry", action.lo, action.mb)
+        return super()._input(action)
+
+    def _forward(self, action: Action) -> None:
+        super()._forward(action)
+        self._values.pop(("x", action.hi, action.mb), None)  # the leg above has done with it
