@@ -6,23 +6,31 @@ from __future__ import annotations
 import math
 from collections import Counter
 from itertools import combinations, pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import sim_toys
 import toy
-from mixfleet.job import Optimizer
-from mixfleet.plan import Pipeline, Plan, Sharding, Stage, why_not
+from mixfleet.cluster import Cluster
+from mixfleet.job import Job, Optimizer
+from mixfleet.plan import Pipeline, Plan, Sharding, Stage, Synchronization, why_not
 from mixfleet.program.action import dependencies
 from mixfleet.program.check import check
 from mixfleet.program.layout import Layout
 from mixfleet.program.lower import lower
 from mixfleet.program.text import from_text, to_text
+from mixfleet.run.modules import build_blocks
+from mixfleet.run.source import DecoderSource
+from mixfleet.run.state import Numbers
 from mixfleet.schedule.greedy import Work, timeline
 from mixfleet.schedule.named import one_f_one_b
 from mixfleet.schedule.rounds import LOOSER, Cut, makespan, split
+from mixfleet.search.roundpipe import in_rounds
+from mixfleet.search.variants import compare, under
 from mixfleet.sim import predict
 from mixfleet.sim.hazards import hazards
 from mixfleet.sim.sent import bytes_sent
@@ -169,6 +177,37 @@ def test_the_simulated_step_is_that_of_the_legs() -> None:
     assert found.step_s == pytest.approx(makespan(of.pipelines[0].legs, forward, both, 4) / 1e3, rel=0.01)
 
 
+def test_a_plan_becomes_one_of_workers_in_turn() -> None:
+    """The heavy last block makes legs of one or few blocks; what does not suit says why."""
+    times = [(1.0, 2.0)] * 7 + [(3.0, 6.0)]
+    device = sim_toys.device(times).replace(pcie_Bps=1e12)
+    where = sim_toys.cluster(*[device] * 4)
+    where = where.replace(nodes=tuple(n.replace(host_memory_bytes=10**12) for n in where.nodes))
+    what = sim_toys.job([sim_toys.block(i) for i in range(8)], 8)
+    plain = sim_toys.straight((0, 3, 5, 7, 8), 8)
+    full = plain.replace(pipelines=tuple(p.replace(stages=tuple(s.replace(recompute="full") for s in p.stages))
+                                         for p in plain.pipelines))
+    made = in_rounds(plain, what, where)
+    assert isinstance(made, Plan)
+    assert [(leg.lo, leg.hi, leg.back) for leg in made.pipelines[0].legs] == [
+        (leg.lo, leg.hi, leg.back) for leg in split([f for f, _ in times], [f + b for f, b in times],  # type: ignore[union-attr]
+                                                    4, least=4).legs(4)]
+    found = compare(full, ["1f1b", "gpipe", "roundpipe"], what, where)
+    steps = {name: one[1].step_s for name, one in found.items() if not isinstance(one, str)}
+    assert steps["roundpipe"] < 0.95 * steps["1f1b"]
+    two = plain.replace(pipelines=tuple(p.replace(samples=4) for p in plain.pipelines * 2))
+    assert "wants one pipeline" in str(in_rounds(two, what, where))
+    assert "states no host_memory" in str(under(plain, "roundpipe", what, sim_toys.cluster(*[device] * 4)))
+
+
+def test_the_example_is_what_the_search_makes() -> None:
+    root = Path(__file__).parent.parent / "examples"
+    of, what = Plan.load(root / "plans/roundpipe.yaml"), Job.load(root / "jobs/qwen3-8b-tuning.yaml")
+    where = Cluster.load(root / "clusters/workstation.yaml")
+    assert in_rounds(of, what, where) == of
+    assert predict(of, what, where).fits
+
+
 SGD = Optimizer(name="sgd", lr=0.3, momentum=0.8, weight_decay=0.02)
 _TIED = {"figures": {"tied": True}}
 RUNS = {
@@ -186,6 +225,45 @@ def test_equals_one_process(name: str, pool: Pool) -> None:
     host = CLUSTER
     assert why_not(case.plan, case.job, host) is None
     check_equality(case, pool)
+
+
+def test_late_updates_are_one_step_late(pool: Pool) -> None:
+    """W(t + 1) = W(t) - step of the gradient at W(t - 1), and W(1) from that at W(0)."""
+    base = RUNS["three workers, six legs"]
+    case = base._replace(plan=base.plan.replace(synchronization=Synchronization(late=True)),
+                         job=job(optimizer=SGD), steps=6)
+    assert why_not(case.plan, case.job, CLUSTER) is None
+    found = pool.run(case)
+    blocks = build_blocks(case.job.model, range(5), seed=case.job.seed, dtype=Numbers.of(case.job).compute,
+                          attention="eager")
+    params = {f"{block.name}/{n}": p for block, module in zip(case.job.model.blocks, blocks)
+              for n, p in module.named_parameters()}
+    history = [{k: p.detach().clone() for k, p in params.items()}]
+    momentum = {k: torch.zeros_like(p) for k, p in history[0].items()}
+    source, losses = DecoderSource(case.job), []
+    source.open(0, 0)
+    for step in range(case.steps):
+        x, targets = source.batch(step, 0, 6)
+        for k, p in params.items():
+            p.data.copy_(history[max(0, step - 1)][k])
+            p.grad = None
+        for block in blocks[:-1]:
+            x = block(x)
+        loss = blocks[-1](x, targets) / targets.numel()
+        loss.backward()
+        losses.append(float(loss.detach()))
+        for k, p in params.items():
+            momentum[k] = SGD.momentum * momentum[k] + p.grad + (SGD.weight_decay if p.ndim > 1 else 0) * history[-1][k]
+        history.append({k: v - SGD.lr * momentum[k] for k, v in history[-1].items()})
+    assert found[0].losses == pytest.approx(losses, rel=1e-9)
+    split = {f"{b.name}/{p.name}": p.split or 0 for b in case.job.model.blocks for p in b.params}
+    for outcome in found:
+        for key, kind, lo, hi, values in outcome.pieces:
+            if kind == "weights":
+                whole = history[-1][key].movedim(split[key], 0).reshape(-1)
+                torch.testing.assert_close(values, whole[lo:hi], rtol=1e-9, atol=1e-12)
+        assert [(m.step, m.forward, m.staleness) for m in outcome.met if m.micro_batch == 0] == [
+            (t, max(0, t - 1), min(t, 1)) for t in range(6)]
 
 
 def test_legs_go_round_and_bytes_are_those_predicted(pool: Pool) -> None:

@@ -50,9 +50,9 @@ def test_more_waves_mean_smaller_bubbles(p, expected):
 def test_the_command_lists_all_and_says_what_does_not_suit(capsys, tmp_path: Path):
     assert main(["schedules", "--micro-batches", "6", "--json", "--svg", str(tmp_path)]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert {p["name"] for p in found["schedules"]} | set(found["refused"]) == set(SCHEDULES)
+    assert {p["name"] for p in found["schedules"]} | set(found["refused"]) == {*SCHEDULES, "roundpipe"}
     assert found["refused"] == {"interleaved": "wants micro-batches in groups of 4; there are 6, nearest 4 or 8"}
-    for p in found["schedules"]:
+    for p in (p for p in found["schedules"] if p["name"] in SCHEDULES):
         tree = ElementTree.parse(tmp_path / f"{p['name']}.svg").getroot()
         boxes = [t.text for t in tree.iter("{http://www.w3.org/2000/svg}title")]
         steps = len(p["home"]) * 6 // p["copies"]

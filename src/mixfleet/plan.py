@@ -301,13 +301,15 @@ class Sharding(Spec, frozen=True, kw_only=True):
 
 
 class Synchronization(Spec, frozen=True, kw_only=True):
-    """How virtual workers keep together under `hetpipe`."""
+    """How virtual workers keep together under `hetpipe`, and whether `roundpipe` waits for updates."""
 
     distance: int = 0
     """Waves by which one may be ahead of the slowest."""
     pull: Literal["late", "early"] = "late"
     """`late`: a wave is pulled when the distance makes it due, so that runs repeat to the bit. `early`: also before,
     with the next wave's end, if all have pushed it by then."""
+    late: bool = False
+    """Under `roundpipe`: a step computes with the weights from before the last update, one step late."""
 
 
 class Plan(Spec, frozen=True, kw_only=True, dict=True):
@@ -840,10 +842,14 @@ def _wrong_asynchronous(plan: Plan, job: Job) -> Iterator[str]:
 def _wrong_waves(plan: Plan, job: Job) -> Iterator[str]:
     distance = plan.synchronization.distance
     if not plan.waves:
-        if plan.synchronization != Synchronization():
+        if plan.synchronization.late and plan.schedule != "roundpipe":
+            yield f"synchronization.late is of the schedule roundpipe; the schedule is {plan.schedule}. Leave it out"
+        if plan.synchronization.replace(late=False) != Synchronization():
             yield (f"synchronization is of virtual workers, which the schedule {plan.schedule} does not have. Take the "
                    "schedule hetpipe, or leave it out")
         return
+    if plan.synchronization.late:
+        yield "synchronization.late is of the schedule roundpipe; hetpipe has `distance`. Leave it out"
     if distance < 0:
         yield f"synchronization.distance is {distance}; it cannot be negative (0 waits for all after every wave)"
     if job.optimizer.name != "sgd":

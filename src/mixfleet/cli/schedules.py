@@ -25,7 +25,7 @@ def schedules(stages: int, micro_batches: int, chunks: int, svg: Path | None, as
     from mixfleet.report import schedules as report
     from mixfleet.schedule.asynchronous import fill, stream
     from mixfleet.schedule.named import SCHEDULES
-    from mixfleet.schedule.properties import Properties, even_work, properties
+    from mixfleet.schedule.properties import Properties, even_work, of_turns, properties, turns
 
     found, refused = [], {}
     for name in SCHEDULES:
@@ -34,9 +34,14 @@ def schedules(stages: int, micro_batches: int, chunks: int, svg: Path | None, as
             found.append(one)
         else:
             refused[name] = one
+    found.append(of_turns(stages, micro_batches, chunks))
     if svg:
         svg.mkdir(parents=True, exist_ok=True)
         for p in found:
+            if p.name not in SCHEDULES:
+                made = turns(stages, micro_batches, chunks)
+                (svg / f"{p.name}.svg").write_text(report.svg(made.done, made.orders), encoding="utf-8")
+                continue
             schedule = SCHEDULES[p.name]
             orders = (stream(p.home, micro_batches, fill(stages, micro_batches) + 2, schedule.weights)
                       if schedule.weights else schedule.orders(p.home, *schedule.counts(micro_batches)))

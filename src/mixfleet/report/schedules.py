@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from mixfleet.report.views import Table, View, percent
 from mixfleet.schedule.asynchronous import PUSH, STEP
-from mixfleet.schedule.greedy import Orders, Work, timeline
+from mixfleet.schedule.greedy import Orders, Step, Work, timeline
 from mixfleet.schedule.properties import Properties, computes
 from mixfleet.units import show_bytes, show_seconds
 
@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from mixfleet.plan import Plan
     from mixfleet.sim.prediction import Prediction
 
-COLOURS = {"F": "#5b8fd6", "B": "#2f5fa8", "I": "#2f5fa8", "W": "#8457b0", STEP: "#c8452f"}
-_WORDS = {STEP: "optimizer step", "F": "forward", "B": "backward", "I": "backward, input half", "W": "weight half"}
+COLOURS = {"C": "#9fb8dc", "F": "#5b8fd6", "B": "#2f5fa8", "I": "#2f5fa8", "W": "#8457b0", STEP: "#c8452f"}
+_WORDS = {STEP: "optimizer step", "C": "forward that keeps nothing", "F": "forward", "B": "backward",
+          "I": "backward, input half", "W": "weight half"}
 _ROW, _LABEL = 22, 70
 
 
@@ -57,10 +58,10 @@ def comparison(found: Mapping[str, tuple[Plan, Prediction] | str]) -> View:
         [row for _, row in sorted(rows, key=lambda item: item[0])])])
 
 
-def svg(work: Work, orders: Orders, *, width: int = 900, title: str = "") -> str:
+def svg(work: Work | Mapping[Step, tuple[float, float]], orders: Orders, *, width: int = 900, title: str = "") -> str:
     """The orders in time. Later chunks of a device are lighter; a line is an optimizer step between micro-batches, or
-    where each of them makes one, the end of a wave."""
-    done = timeline(work, computes(orders))
+    where each of them makes one, the end of a wave. In place of the work it takes the times of the steps as well."""
+    done = timeline(work, computes(orders)) if isinstance(work, Work) else work
     end = max(stop for _, stop in done.values())
     scale = (width - _LABEL - 10) / end
     top = 24 if title else 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mixfleet.program.action import AHEAD, RECV_KEPT, SEND_KEPT, Action
-from mixfleet.run.interpreter import Interpreter
-from mixfleet.run.state import Guest, Paged, bind
+from mixfleet.program.action import AHEAD, LOAD_WEIGHTS, RECV_KEPT, SAVE_WEIGHTS, SEND_KEPT, Action
+from mixfleet.run.interpreter import Interpreter, StepResult
+from mixfleet.run.launch import Met
+from mixfleet.run.state import Guest, Paged, bind, mapped
+from mixfleet.run.stream import REMEMBERED
 
 _MEMORY = Path("/dev/shm")
 """Where files are memory, on Linux."""
@@ -38,20 +41,35 @@ class Rounds(Interpreter):
         dist.broadcast_object_list(made, group=self.fabric.world, group_src=0)
         owner = {u: s for s in reversed(range(len(pipeline.stages)))
                  for u in layout.units_of_stage(self.role.pipeline, s)}
+        self._late, self._now, self._loading = layout.plan.synchronization.late, 0, 0
+        copies = 2 if self._late else 1
+        self._homes: dict[int, list[Tensor]] = {}
+        """Where the weights of each unit lie in host memory: in one of two places by turns, if updates come late."""
+
+        def lies(index: int, like: Tensor, count: int) -> list[Tensor]:
+            return [mapped(f"{made[0]}/{index}.{k}", count, like.dtype) for k in range(copies)]
+
         for u, unit in self.units.items():
-            if owner[u] == self.role.stage:
-                unit.share(f"{made[0]}/{u}")
+            home = unit.paged["weights"][0][1]
+            self._homes[u] = lies(u, home, home.numel()) if owner[u] == self.role.stage else [
+                home, *(torch.zeros_like(home) for _ in range(copies - 1))]
+            unit.settle(self._homes[u][0])
         dist.barrier(self.fabric.world)
         self._guests: dict[int, Guest] = {}
         self.modules.update(ahead)
         for b in ahead:
             for u in layout.units_of_block[b]:
                 if u not in self.units and u not in self._guests:
-                    guest = self._guests[u] = Guest(u, layout, job, self.device, f"{made[0]}/{u}")
+                    guest = self._guests[u] = Guest(u, layout, job, self.device)
+                    self._homes[u] = lies(u, guest.compute.data, layout.units[u].elements)
                     bind(guest, dict(ahead), layout, self.rank)
                     guest.free("weights")
         self._lent = {b: [self._guests[u] if u in self._guests else self.units[u] for u in layout.units_of_block[b]]
                       for lo, hi in self.stage.ahead for b in range(lo, hi)}
+        self._steps = 0
+        """Steps made."""
+        self.readings: deque[Met] = deque(maxlen=REMEMBERED)
+        """The weights that the latest micro-batches met, if updates come late."""
         dist.barrier(self.fabric.world)
         if dist.get_rank(self.fabric.world) == 0:
             shutil.rmtree(made[0])  # the memory stays as long as somebody maps it
@@ -61,8 +79,40 @@ class Rounds(Interpreter):
         for unit in self.units.values():
             for flat, _ in unit.paged["weights"]:
                 flat.wait()
+        if self._late and not self._steps:  # there is nothing older yet
+            for u in self.units:
+                self._homes[u][1 - self._now].copy_(self._homes[u][self._now])
+        self._loading = 1 - self._now if self._late else 0
         dist.barrier(self.fabric.world)
         super().begin(*args, **kwargs)
+
+    def end(self) -> StepResult:
+        if self._late:
+            made = self._step_of(max(0, self._steps - 1))
+            self.readings += [Met(self._step_of(self._steps), m, made, made, made, self._step_of(self._steps))
+                              for m in range(len(self._sizes))]
+            self._now = 1 - self._now
+            for u, unit in self.units.items():
+                unit.settle(self._homes[u][self._now])
+        self._steps += 1
+        return super().end()
+
+    def _step_of(self, count: int) -> int:
+        """Steps done when so many were done by this process."""
+        return self.units[self.stage.held[0]].optimizer.steps - self._steps - 1 + count
+
+    def _norm(self, action: Action) -> None:
+        super()._norm(action)
+        self._loading = self._now  # what is updated is the newest
+
+    def _page(self, action: Action) -> None:
+        """Updated weights go where those of the step before were: whoever computed with them has done so."""
+        if action.op in (LOAD_WEIGHTS, SAVE_WEIGHTS):
+            unit = self._paged(action.lo)
+            home = self._homes[action.lo][self._loading if action.op == LOAD_WEIGHTS or not self._late else
+                                          1 - self._now]
+            unit.paged["weights"] = [(unit.paged["weights"][0][0], home)]
+        super()._page(action)
 
     def _paged(self, index: int) -> Paged:
         return self._guests[index] if index in self._guests else self.units[index]

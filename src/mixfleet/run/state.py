@@ -164,10 +164,9 @@ class Unit(Paged):
         """Where the contents of a buffer stay between steps: the buffer itself, or its place in host memory."""
         return self._homes.get(id(data), data)
 
-    def share(self, path: str) -> None:
-        """Let the weights lie in a file that other processes map as well."""
-        (flat, home), = self.paged["weights"]
-        home = mapped(path, home.numel(), home.dtype)
+    def settle(self, home: Tensor) -> None:
+        """Let the weights lie there from now on."""
+        (flat, _), = self.paged["weights"]
         self.paged["weights"] = [(flat, home)]
         self._homes[id(flat.data)] = home
 
@@ -338,12 +337,12 @@ class Unit(Paged):
 class Guest(Paged):
     """Weights of a unit that belongs to another rank of the same host, loaded to compute with and never changed."""
 
-    def __init__(self, index: int, layout: Layout, job: Job, device: torch.device, path: str) -> None:
+    def __init__(self, index: int, layout: Layout, job: Job, device: torch.device) -> None:
         dtype, count = Numbers.of(job).compute, layout.units[index].elements
         self.index, self.updates = index, 0
         self.compute = Flat((), torch.zeros(count, dtype=dtype, device=device))
         self.grad = Flat((), torch.zeros(0, dtype=dtype, device=device))
-        self.paged = {"weights": [(self.compute, mapped(path, count, dtype))]}
+        self.paged = {"weights": [(self.compute, torch.zeros(0, dtype=dtype))]}
 
 
 def mapped(path: str, count: int, dtype: torch.dtype) -> Tensor:

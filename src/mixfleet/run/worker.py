@@ -314,7 +314,8 @@ class Rank:
         peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
         return RankReport(rank=self.rank, state_bytes=state, peak_bytes=peak, routed=routed,
                           sent={f"{kind}@{dst}": n for (kind, dst), n in sorted(self.fabric.sent.items())},
-                          met=tuple(self.interpreter.readings) if isinstance(self.interpreter, Stream) else ())
+                          met=tuple(self.interpreter.readings) if isinstance(self.interpreter, (Stream, Rounds)) else
+                          ())
 
     def close(self) -> None:
         self.fabric.close()

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from mixfleet.schedule.asynchronous import STEP, Readings, fill, readings
 from mixfleet.schedule.greedy import B, F, I, Orders, Step, W, Work, timeline
 from mixfleet.schedule.named import SCHEDULES, Homes
+from mixfleet.schedule.rounds import Cut, Leg, played, split
 
 
 class Properties(NamedTuple):
@@ -69,6 +70,44 @@ def properties(name: str, stages: int, micro_batches: int, chunks: int = 2) -> P
     home, counts = schedule.place(stages, rounds), schedule.counts(micro_batches)
     reason = schedule.why_not(home, *counts)
     return reason if reason else of_orders(name, home, micro_batches, schedule.orders(home, *counts))
+
+
+class Turns(NamedTuple):
+    """RoundPipe's legs over equal blocks, `chunks` per stage, in the time of `Properties`."""
+
+    cut: Cut
+    legs: tuple[Leg, ...]
+    done: dict[Step, tuple[float, float]]
+    orders: Orders
+
+
+def turns(stages: int, micro_batches: int, chunks: int = 2) -> Turns:
+    """The legs that `rounds.split` makes, and when each is done."""
+    forward, both = ((time / chunks,) * (stages * chunks) for time in (1.0, 3.0))
+    cut = split(forward, both, stages)
+    assert cut is not None
+    legs = cut.legs(stages)
+    done = played(legs, forward, both, micro_batches)
+    return Turns(cut, legs, done, tuple(tuple(sorted((step for step in done if legs[step[1]].device == d),
+                                                     key=done.__getitem__)) for d in range(stages)))
+
+
+def of_turns(stages: int, micro_batches: int, chunks: int = 2) -> Properties:
+    """Of RoundPipe. Going forward again before going back counts as work; what enters a backward leg and waits for it
+    is a message, not held."""
+    made = turns(stages, micro_batches, chunks)
+    span = max(end for _, end in made.done.values())
+    busy = sum(end - start for start, end in made.done.values()) / stages
+    back = [leg for leg in made.legs if leg.back]
+    front = [leg for leg in made.legs if not leg.back]
+    makes = {b: leg.device for leg in front for b in range(leg.lo + 1, leg.hi + 1)}
+    messages = sum(a.device != b.device for a, b in itertools.pairwise(made.legs))
+    messages += sum(leg.lo > 0 and makes[leg.lo] != leg.device for leg in back[1:])
+    held = tuple(max((leg.hi - leg.lo for leg in back if leg.device == d), default=0) / chunks for d in range(stages))
+    return Properties("roundpipe", tuple(leg.device for leg in made.legs), micro_batches, max(0.0, 1 - busy / span),
+                      span / (3.0 * micro_batches) - 1, held, messages, 1, False, True, (1,) * stages,
+                      ((0, 0),) * stages, "same",
+                      "all weights in the memory of one host; forward and backward cut apart")
 
 
 def even_work(name: str, home: Homes, micro_batches: int, *, splits: bool) -> Work:

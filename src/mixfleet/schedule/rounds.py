@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+from mixfleet.schedule.greedy import B, F, Step
+
 AHEAD = "C"
 """A forward that keeps nothing: only a forward leg has it."""
 LOOSER = 1.1
@@ -50,8 +52,8 @@ class Cut(NamedTuple):
 
 
 def split(forward: Sequence[float], backward: Sequence[float], devices: int, *, weights: Sequence[float] = (),
-          budget: float = float("inf")) -> Cut | None:
-    """The cut that costs least; None if a block alone is above the budget.
+          budget: float = float("inf"), least: int = 1) -> Cut | None:
+    """The cut that costs least; None if a block alone is above the budget, or no cut has `least` backward legs.
 
     `forward` are seconds per block of a forward that keeps nothing, `backward` of a forward and a backward behind each
     other. `weights` are bytes per block; no leg may have more than `budget`, half of what a device can give to weights,
@@ -64,7 +66,8 @@ def split(forward: Sequence[float], backward: Sequence[float], devices: int, *, 
     slowest = max(backward)
     caps = {s for times in (forward, backward) for s in _sums(times, slowest * LOOSER) if s >= slowest}
     found = [_packed(forward, backward, sizes, budget, cap) for cap in sorted(caps)]
-    return min(found, key=lambda cut: (cut.cost(devices), len(cut.forward) + len(cut.backward)))
+    return min((cut for cut in found if len(cut.backward) > least),
+               key=lambda cut: (cut.cost(devices), len(cut.forward) + len(cut.backward)), default=None)
 
 
 def _sums(times: Sequence[float], most: float) -> list[float]:
@@ -96,22 +99,33 @@ def _packed(forward: Sequence[float], backward: Sequence[float], sizes: Sequence
     return Cut(tuple(cuts), tuple(reversed(lows)), longest)
 
 
-def makespan(legs: Sequence[Leg], forward: Sequence[float], backward: Sequence[float], micro_batches: int) -> float:
-    """Seconds of a step in which a device begins what comes next as soon as its inputs are there; transfers are free.
+def played(legs: Sequence[Leg], forward: Sequence[float], backward: Sequence[float], micro_batches: int
+           ) -> dict[Step, tuple[float, float]]:
+    """Start and end of every step, as (op, leg, micro-batch), where a device begins what comes next as soon as its
+    inputs are there and transfers are free.
 
     A backward leg needs what enters it from the forward legs, and for going back the gradient of the leg above.
     `forward` and `backward` as in `split`."""
     free: dict[int, float] = {}
     entered: dict[tuple[int, int], float] = {}  # when a micro-batch is there at the input of a block
     ends = [0.0] * micro_batches
-    for leg in legs:
+    done: dict[Step, tuple[float, float]] = {}
+    for k, leg in enumerate(legs):
         for m in range(micro_batches):
-            now = max(entered.get((leg.lo, m), 0.0), free.get(leg.device, 0.0))
+            now = start = max(entered.get((leg.lo, m), 0.0), free.get(leg.device, 0.0))
             for b in range(leg.lo, leg.hi):
                 now += forward[b]
                 if not leg.back:
                     entered[b + 1, m] = now
+            done[F if leg.back else AHEAD, k, m] = start, now
             if leg.back:
-                now = ends[m] = max(now, ends[m]) + sum(backward[leg.lo:leg.hi]) - sum(forward[leg.lo:leg.hi])
+                start = max(now, ends[m])
+                now = ends[m] = start + sum(backward[leg.lo:leg.hi]) - sum(forward[leg.lo:leg.hi])
+                done[B, k, m] = start, now
             free[leg.device] = now
-    return max(free.values())
+    return done
+
+
+def makespan(legs: Sequence[Leg], forward: Sequence[float], backward: Sequence[float], micro_batches: int) -> float:
+    """Seconds until all is done."""
+    return max(end for _, end in played(legs, forward, backward, micro_batches).values())

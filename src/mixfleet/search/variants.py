@@ -10,8 +10,11 @@ from mixfleet.job import Job
 from mixfleet.plan import Pipeline, Plan, ScheduleName, why_not
 from mixfleet.schedule.named import SCHEDULES, straight
 from mixfleet.search.reschedule import reschedule
+from mixfleet.search.roundpipe import in_rounds
 from mixfleet.sim import Prediction, predict
 
+ROUNDS = "roundpipe"
+"""Its legs are cut by their prices (`search.roundpipe`)."""
 SEARCHED = "searched"
 """The plan with orders of its own (`search.reschedule`)."""
 
@@ -50,15 +53,15 @@ def laid(plan: Plan, name: ScheduleName, rounds: int = 0) -> Plan | str:
 
 def under(plan: Plan, name: ScheduleName, job: Job, cluster: Cluster) -> Plan | str:
     """The plan under a named schedule, or why that is impossible."""
-    other = laid(plan, name)
+    other = in_rounds(plan, job, cluster) if name == ROUNDS else laid(plan, name)
     return other if isinstance(other, str) else why_not(other, job, cluster) or other
 
 
 def known(names: Iterable[str], *more: str) -> tuple[str, ...]:
     """The names, once each, if all are of schedules or in `more`. Raises InputError with the nearest ones."""
     for name in names:
-        if name not in SCHEDULES and name not in more:
-            raise unknown("schedule", name, [*more, *SCHEDULES])
+        if name not in SCHEDULES and name not in (ROUNDS, *more):
+            raise unknown("schedule", name, [*more, *SCHEDULES, ROUNDS])
     return tuple(dict.fromkeys(names))
 
 
@@ -93,7 +96,7 @@ def schedules(plan: Plan, names: Sequence[ScheduleName] = ()) -> Iterator[Plan]:
     if not is_deep(plan) or plan.accumulation != "plain":
         return
     rounds = len(plan.pipelines[0].stages[0].chunks)
-    ways = [(name, 0) for name in names or PLANNED if name != plan.schedule]
+    ways = [(name, 0) for name in names or PLANNED if name not in (plan.schedule, ROUNDS)]
     if plan.schedule in SCHEDULES and SCHEDULES[plan.schedule].most_rounds > 2:
         ways += [(plan.schedule, n) for n in range(rounds - 2, rounds + 3) if n != rounds and n > 1]
     for name, count in ways:
@@ -141,7 +144,7 @@ def _cut(pipe: Pipeline, home: tuple[int, ...], rounds: int) -> Pipeline:
 def compare(plan: Plan, names: list[str], job: Job, cluster: Cluster) -> dict[str, tuple[Plan, Prediction] | str]:
     """Predictions under each schedule (`all` stands for every one), or why it does not suit. InputError for names."""
     wanted = dict.fromkeys(n for name in known(names, "all", SEARCHED)
-                           for n in ([*SCHEDULES, SEARCHED] if name == "all" else [name]))
+                           for n in ([*SCHEDULES, ROUNDS, SEARCHED] if name == "all" else [name]))
     found: dict[str, tuple[Plan, Prediction] | str] = {}
     for name in wanted:
         if name == SEARCHED:
