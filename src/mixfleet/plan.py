@@ -567,7 +567,7 @@ def _reasons(plan: Plan, job: Job, cluster: Cluster) -> Iterator[str]:
     if not plan.synchronous:
         yield from _wrong_asynchronous(plan, job)
     yield from _wrong_waves(plan, job)
-    yield from _wrong_rounds(plan, cluster)
+    yield from _wrong_rounds(plan, job, cluster)
     if plan.sharding.hierarchical:
         yield from _wrong_hierarchy(plan, cluster)
     if plan.batching != "padded":
@@ -871,7 +871,7 @@ def _wrong_waves(plan: Plan, job: Job) -> Iterator[str]:
                        "have to sum their gradients at every micro-batch. Leave it out, or make them virtual workers")
 
 
-def _wrong_rounds(plan: Plan, cluster: Cluster) -> Iterator[str]:
+def _wrong_rounds(plan: Plan, job: Job, cluster: Cluster) -> Iterator[str]:
     """Legs that leave something out or are not in turn, and what stateless workers cannot do."""
     if plan.schedule != "roundpipe":
         for p, pipeline in enumerate(plan.pipelines):
@@ -912,6 +912,8 @@ def _wrong_rounds(plan: Plan, cluster: Cluster) -> Iterator[str]:
                    "the memory of one host")
     if plan.accumulation == "layered" or plan.sharding.optimizer > 1:
         yield "roundpipe goes with accumulation plain and no sharding"
+    if job.data.lengths is not None:
+        yield "data.lengths: legs of roundpipe are cut for samples of one length. Leave it out, or change the schedule"
 
 
 def _wrong_sharding(plan: Plan) -> Iterator[str]:
