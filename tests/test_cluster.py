@@ -141,7 +141,7 @@ def test_examples_load_and_survive_saving(path, tmp_path):
 
 def test_the_examples_are_what_they_say():
     sizes = {p.stem: len(Cluster.load(p).devices) for p in EXAMPLES}
-    assert sizes == {"mixed-lab": 28, "p4d-64": 512, "h100-128": 1024, "two-regions": 48, "laptop": 3}
+    assert sizes == {"mixed-lab": 28, "p4d-64": 512, "h100-128": 1024, "two-regions": 48, "laptop": 3, "workstation": 8}
 
 
 def test_equal_nodes_are_written_once(tmp_path, load):
@@ -182,7 +182,7 @@ def clusters(draw):
         runs = draw(st.lists(st.tuples(devices, st.integers(1, 3)), min_size=1, max_size=2))
         node = Node(name=label, devices=tuple(d for d, n in runs for _ in range(n)), link=draw(links), nic=draw(links),
                     rack=draw(st.just("") | names), zone=draw(st.just("") | names),
-                    host_memory_bytes=draw(st.integers(0, 2**40)))
+                    host_memory_bytes=draw(st.integers(0, 2**40)), host_Bps=draw(st.just(0.0) | positive))
         copies = draw(st.integers(1, 3))
         nodes += [node] if copies == 1 else [node.replace(name=f"{label}-{i}") for i in range(copies)]
     unique = {n.name: n for n in nodes}

@@ -16,6 +16,7 @@ import torch
 import sim_toys
 import toy
 from mixfleet.cluster import Cluster
+from mixfleet.cost import network
 from mixfleet.job import Job, Optimizer
 from mixfleet.plan import Pipeline, Plan, Sharding, Stage, Synchronization, why_not
 from mixfleet.program.action import dependencies
@@ -33,6 +34,7 @@ from mixfleet.search.roundpipe import in_rounds
 from mixfleet.search.variants import compare, under
 from mixfleet.sim import predict
 from mixfleet.sim.hazards import hazards
+from mixfleet.sim.interpreter import play
 from mixfleet.sim.sent import bytes_sent
 from run_pool import CLUSTER, Case, Pool, job
 from sim_toys import free_overheads  # noqa: F401
@@ -286,3 +288,24 @@ def test_legs_go_round_and_bytes_are_those_predicted(pool: Pool) -> None:
     assert [first[name][1] for name in names] == [0, 1, 2, 0, 1, 2]
     starts = [first[name][0] for name in names]
     assert starts == sorted(starts)
+
+
+@pytest.mark.usefixtures("free_overheads")
+def test_devices_share_what_the_host_can_move() -> None:
+    """Two workers load 300 and 100 MB at once at up to 1 GB/s each. A host of 1 GB/s gives each half until the shorter
+    one ends after 200 ms, and all to the other, which ends after 400; with 2 GB/s they take 300 and 100 ms."""
+    blocks = [sim_toys.block(i, elements=n * 25_000_000) for i, n in enumerate((3, 1))]
+    device = sim_toys.device([(1.0, 2.0)] * 2).replace(pcie_Bps=1e9 / dict(network.LINK_EFFICIENCY)["pcie"])
+    what, of = sim_toys.job(blocks, 1), rounds((0, 1), (0, 1, 2), 2, samples=1, offload=("weights",), prefetch=0)
+
+    def loads(host: float) -> list[float]:
+        where = sim_toys.cluster(*[device] * 2)
+        where = where.replace(nodes=tuple(n.replace(host_memory_bytes=10**12, host_Bps=host) for n in where.nodes))
+        assert why_not(of, what, where) is None
+        layout = Layout(of, what.model)
+        rows = play(lower(of, what.model, layout), of, what, where, layout).rows
+        return [next(end for a, end in zip(row.actions, row.end_ns) if a.op == "LW") / 1e6 for row in rows]
+
+    assert loads(2e9) == pytest.approx([300, 100], rel=1e-4)
+    assert loads(1e9) == pytest.approx([400, 200], rel=1e-4)
+    assert loads(0) == pytest.approx(loads(1e12), rel=1e-9)

@@ -156,6 +156,8 @@ class Node(Spec, frozen=True, kw_only=True):
     rack: str = ""
     zone: str = ""
     host_memory_bytes: int = 0
+    host_Bps: float = 0.0
+    """What all devices together can move to and from the memory of the host; 0: as much as they can take."""
 
     def __post_init__(self) -> None:
         if not self.devices:

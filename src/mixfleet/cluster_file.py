@@ -118,6 +118,7 @@ class _NodeForm(Spec, frozen=True, kw_only=True):
     rack: str = ""
     zone: str = ""
     host_memory: _Bytes | None = None
+    host_bandwidth: _Rate | None = None
 
 
 class _MatrixForm(Spec, frozen=True, kw_only=True):
@@ -242,7 +243,8 @@ def _nodes(doc: Document, keys: Keys, form: _NodeForm, alone: bool) -> Iterator[
         with _located(doc, keys):
             yield Node(name=form.name if form.count == 1 else f"{form.name}-{i}", devices=tuple(devices), link=inner,
                        nic=nic or inner.replace(name="nic"), nics=nics if form.nics is None else form.nics,
-                       rack=form.rack, zone=form.zone, host_memory_bytes=host_memory)
+                       rack=form.rack, zone=form.zone, host_memory_bytes=host_memory,
+                       host_Bps=float(form.host_bandwidth or 0))
 
 
 FILES = (".yaml", ".yml")
@@ -356,6 +358,8 @@ def _node_data(node: Node, count: int, alone: bool) -> dict[str, Any]:
         data["nics"] = node.nics
     if node.host_memory_bytes:
         data["host_memory"] = text_bytes(node.host_memory_bytes)
+    if node.host_Bps:
+        data["host_bandwidth"] = text_rate(node.host_Bps)
     return data | {key: getattr(node, key) for key in ("rack", "zone") if getattr(node, key)}
 
 

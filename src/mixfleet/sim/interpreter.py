@@ -237,8 +237,9 @@ class _Player:
         mine = self._parts[entity.pipeline, entity.stage, entity.member]
         parts = self._pricing.parts(e, action, mine[action.mb] if action.mb >= 0 else 0, micro)
         ns = sum(part.ns for part in parts)
-        return parts, [self._graph.add(*self._flows.computing(e, ns)) if stream_of(action)[0] == "compute"
-                       else self._graph.add(ns)]
+        if stream_of(action)[0] == "compute":
+            return parts, [self._graph.add(*self._flows.computing(e, ns))]
+        return parts, [self._graph.add(*self._flows.host(e, ns, self._pricing.moved(e, action)))]
 
     def _transfer(self, instance: int, which: tuple[int, ...], size: int = 1, whole: int = 1) -> int:
         """The task of a transfer, made by the first of those who meet in it."""
@@ -286,6 +287,8 @@ class _Flows:
                 self._passing[key] = self._passing.get(key, 0.0) + nbytes
         self._made: dict[tuple[int, int, int], Flow] = {}
         self._computing: dict[tuple[int, int], Flow] = {}
+        self._entities = colours.entities
+        self._beside: dict[tuple[int, int], int] = {}
 
     def of(self, i: int, size: int = 1, whole: int = 1) -> Flow:
         """The flow of instance `i` with `size / whole` of its bytes."""
@@ -315,6 +318,24 @@ class _Flows:
             self._computing[e, ns] = computing(
                 ns, [(port, 1.0) for port in dict.fromkeys(self._ports[p] for p in ports)], rate)
         return 0, self._computing[e, ns]
+
+
+    def host(self, e: int, ns: int, nbytes: int) -> tuple[int, Flow | None]:
+        """Duration of a copy between a device and its host, and its flow where all devices share what the host can
+        move, equal entities counted with it."""
+        node = self._cluster.node_of[self._traffic.entities[e].ranks[0]]
+        capacity = self._cluster.nodes[node].host_Bps
+        if not capacity or not ns:
+            return ns, None
+        like = self._entities[e]
+        if (like, node) not in self._beside:
+            self._beside[like, node] = sum(
+                self._entities[other] == like and self._cluster.node_of[x.ranks[0]] == node
+                for other, x in enumerate(self._traffic.entities))
+        rate = nbytes * NS_PER_S / ns
+        first = len(self._traffic.capacities)
+        own = first + len(self._cluster.nodes) + like  # the device's link to its host, which is its alone
+        return 0, Flow(0, ns, rate, ((own, 1.0), (first + node, self._beside[like, node] * rate / capacity)))
 
 
 class Pricing:
@@ -626,6 +647,13 @@ class Pricing:
         entity = self._entities[e]
         sizes = [host_bytes(self._layout, self._job, unit, post, op) for post in entity.posts]
         return [(HOST[op], max(host_copy_s(n, self._cluster.devices[r]) for r, n in zip(entity.ranks, sizes)))]
+
+    def moved(self, e: int, action: Action) -> int:
+        """Bytes that a copy between the devices of an entity and their host moves."""
+        if action.op not in HOST:
+            return 0
+        return sum(host_bytes(self._layout, self._job, self._alike[action.lo], post, action.op)
+                   for post in self._entities[e].posts)
 
     def _version(self, e: int, action: Action) -> list[tuple[str, float]]:
         """Copies of weights are made, exchanged with those in use, and predicted at the pace of the memory."""
