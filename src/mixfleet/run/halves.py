@@ -40,7 +40,8 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
-        rows, inputs = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+        # Detached: a view of x would keep its graph, which holds `later`, in a circle that nobody frees.
+        rows, inputs = grad.reshape(-1, grad.shape[-1]), x.detach().reshape(-1, x.shape[-1])
         ctx.later.append(lambda: _accumulate(weight, rows, inputs))
         return grad @ weight, None, rows.sum(0) if ctx.needs_input_grad[2] else None, None
 
