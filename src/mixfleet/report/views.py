@@ -204,6 +204,13 @@ def job(this: Job) -> View:
 # Who does what
 
 
+def _schedule(this: Plan) -> str:
+    if this.waves:
+        distance = this.synchronization.distance
+        return f"{this.schedule}, at most {distance} wave{'' if distance == 1 else 's'} ahead"
+    return f"{this.schedule}, updates one step late" if this.synchronization.late else this.schedule
+
+
 def plan(this: Plan, on: Cluster | None = None) -> View:
     """The stages and the ranks that hold them; with the cluster, their devices by name."""
     rows = []
@@ -215,14 +222,15 @@ def plan(this: Plan, on: Cluster | None = None) -> View:
             known = on is not None and max(stage.devices, default=0) < len(on.devices)
             what = counted(on.devices[d].name for d in stage.devices) if on and known else str(len(stage.devices))
             what += f", {stage.shares_text}" if stage.shares_text else ""
-            rows.append(["" if s else name, str(s), stage.text,
+            ahead = ", ".join(f"{lo}-{hi - 1}" for lo, hi in stage.ahead)
+            rows.append(["" if s else name, str(s), stage.text + (f"; forward {ahead}" if ahead else ""),
                          ranges(stage.devices), what, str(stage.tensor),
                          f"{pipe.micro_batch} x {len(pipe.micro_batches)}", str(pipe.samples),
                          stage.recompute_text, *([", ".join(stage.offload)] if away else [])])
     shard = this.sharding
     return View(
         f"plan {this.name}".rstrip(),
-        [("job", this.job), ("cluster", this.cluster), ("schedule", this.schedule),
+        [("job", this.job), ("cluster", this.cluster), ("schedule", _schedule(this)),
          ("batching", "" if this.batching == "padded" else this.batching),
          ("global batch", str(this.global_batch)),
          ("sharding", f"weights {shard.weights}, gradients {shard.gradients}, optimizer {shard.optimizer} ways"),
