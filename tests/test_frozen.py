@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,31 @@ def test_no_gradient_no_state_no_reduction_no_step() -> None:
     layout = Layout(two, work.model)
     assert {u.name for u in layout.units if u.frozen} == {"embed, frozen", "layers.0, frozen", "layers.1, frozen"}
     assert {a.lo for a in actions if a.op == "Y"} == {3, 4}
+
+
+def test_backward_ends_at_the_lowest_trained_block() -> None:
+    """By hand: three of five blocks are frozen. Micro-batches pass a stage of them upwards only, nothing comes back to
+    it, and where weights are sharded frozen ones are gathered for the forward alone."""
+    work = job(frozen=LOWER)
+    three = plan(pipe((0, 2, 4, 5), (0,), (1,), (2,), samples=6, micro_batch=2))
+    first, second, third = (role.actions for role in lower(three, work.model).roles)
+    assert [(a.op, a.mb) for a in first if a.op != "S"] == [
+        *((op, m) for m in range(3) for op in ("F", "SA")), ("N", -1)]
+    assert [(a.lo, a.hi) for a in second if a.op == "B"] == [(3, 4)] * 3
+    assert not [a for a in second if a.op == "SG"]
+    assert len([a for a in third if a.op == "SG"]) == 3
+    sent = predict(three, work, CLUSTER).sent_bytes
+    whole = predict(three, job(), CLUSTER).sent_bytes
+    assert sent is not None
+    assert whole is not None
+    message = 6 * 8 * 16 * 8  # samples, positions, width, bytes
+    assert sent == {"0": {"SA": message}, "1": {"SA": message}, "2": {"SG": message}}
+    assert whole == {"0": {"SA": message}, "1": {"SA": message, "SG": message}, "2": {"SG": message}}
+    sharded = plan(pipe((0, 5), (0, 1), samples=3, micro_batch=3, replicas=2), sharding=(2, 2, 2))
+    gathers = Counter(a.lo for a in lower(sharded, work.model).roles[0].actions if a.op == "G")
+    trained = Counter(a.lo for a in lower(sharded, job().model).roles[0].actions if a.op == "G")
+    assert [trained[b] for b in range(5)] == [2, 2, 2, 1, 1]
+    assert [gathers[b] for b in range(5)] == [1] * 5
 
 
 def test_backward_does_less() -> None:

@@ -158,6 +158,19 @@ CASES = {
     "packed, halves of a backward": Case(
         plan(pipe((0, 2, 5), (0,), (1,), samples=6, micro_batch=2), schedule="zb-h1", batching="packed"),
         job(figures=_TIED, **_LENGTHS)),
+    "a whole stage frozen, tensor 2": Case(
+        plan(pipe((0, 2, 5), (0, 1), (2, 3), samples=6, micro_batch=2, tensor=(2, 2))),
+        job(frozen=("embed/*", "layers.[01]/*"), **_CLIP)),
+    "frozen below a cut inside a chunk, a wave": Case(
+        plan(chunked("wave", (0, 1, 3, 4, 5), (0,), (1,), samples=6, micro_batch=1), schedule="wave"),
+        job(frozen=("embed/*", "layers.[01]/*"))),
+    "frozen below, two directions at once": Case(
+        plan(pipe((0, 2, 5), (0,), (1,), samples=4, micro_batch=1), pipe((0, 2, 5), (1,), (0,), samples=4,
+                                                                        micro_batch=1), schedule="chimera"),
+        job(8, frozen=("embed/*", "layers.0/*"))),
+    "frozen below, layered zero-3": Case(
+        plan(pipe((0, 5), (0, 1), samples=3, micro_batch=1, replicas=2), sharding=(2, 2, 2), accumulation="layered"),
+        job(frozen=("embed/*", "layers.[01]/*"))),
     "groups of parameters": Case(
         plan(pipe((0, 5), (0, 1), samples=3, micro_batch=2, replicas=2), sharding=(1, 1, 2)),
         job(optimizer=Optimizer(lr=3e-2, weight_decay=0.1, groups=(

@@ -266,6 +266,11 @@ class Model(Spec, frozen=True, kw_only=True, dict=True):
         """Parameters, tied ones once."""
         return sum(b.count for b in self.blocks)
 
+    @cached_property
+    def idle_blocks(self) -> int:
+        """Blocks at the bottom with nothing to do backward: no gradient is needed at or below the last of them."""
+        return next((i for i, block in enumerate(self.blocks) if not block.idle_backward), len(self.blocks))
+
     def frozen(self, patterns: Sequence[str]) -> Model:
         """The model with the parameters frozen that some pattern matches: `embed/*`, `layers.[0-3]/*`, `*/norm?.*`.
 

@@ -220,7 +220,7 @@ def _misread(roles: dict[RoleKey, Role], plan: Plan) -> Iterator[str]:
 def _miscounted(role: Role, layout: Layout, units: tuple[int, ...]) -> Iterator[str]:
     """Missing and doubled actions."""
     pipeline = layout.plan.pipelines[role.pipeline]
-    last = len(pipeline.chain) - 1
+    last, floor = len(pipeline.chain) - 1, layout.floor
     steps = Counter(a.lo for a in role.actions if a.op == STEP)
     each = len(pipeline.micro_batches) if layout.plan.waves else 1
     updates = 1 if layout.plan.synchronous else max(steps.values(), default=each) // each
@@ -231,13 +231,16 @@ def _miscounted(role: Role, layout: Layout, units: tuple[int, ...]) -> Iterator[
             if stage != role.stage:
                 continue
             for b in range(lo, hi):
-                expected.update((op, b, m) for op in ((F, I, W) if (m, b) in halves else (F, B)))
+                expected[F, b, m] += 1
+                expected.update((op, b, m) for op in ((I, W) if (m, b) in halves else (B,)) if b >= floor)
             if layout.plan.schedule == "roundpipe":  # between legs: what does not match is found as such
                 continue
             if k > 0 and pipeline.chain[k - 1].stage != stage:
-                expected.update((op, lo, m) for op in (RECV_ACT, SEND_GRAD))
+                expected[RECV_ACT, lo, m] += 1
+                expected[SEND_GRAD, lo, m] += lo > floor
             if k < last and pipeline.chain[k + 1].stage != stage:
-                expected.update((op, lo, m) for op in (SEND_ACT, RECV_GRAD))
+                expected[SEND_ACT, lo, m] += 1
+                expected[RECV_GRAD, max(lo, floor), m] += hi > floor
         for lo, hi in pipeline.stages[role.stage].ahead:
             expected.update((AHEAD, b, m) for b in range(lo, hi))
         if layout.plan.accumulation == "plain":

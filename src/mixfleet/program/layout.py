@@ -139,6 +139,13 @@ class Layout:
         self.reduce, self.sync = cache(self._reduce), cache(self._sync)
         self.segments = cache(self._segments)
 
+    @property
+    def floor(self) -> int:
+        """The lowest block that has a backward: what is frozen below it needs none. All have one under an asynchronous
+        schedule, where it tells when a version of the weights has been used, and under RoundPipe, whose legs go all the
+        way down."""
+        return self.model.idle_blocks if self.plan.synchronous and self.plan.schedule != "roundpipe" else 0
+
     # --- units -------------------------------------------------------------------------------------------------
 
     @cached_property

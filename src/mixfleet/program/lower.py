@@ -59,6 +59,7 @@ def lower(plan: Plan, model: Model, layout: Layout | None = None, updates: int =
         for seats, steps in zip(plan.seats(crew), plan.orders(crew, updates), strict=True):
             order = [Action(op, chunk.lo, chunk.hi, m, seat=seat) for seat, (op, k, m) in steps
                      for chunk in (plan.pipelines[crew[seat]].chain[k],)]
+            order = _stop_backward(order, layout.floor)
             if plan.schedule == "roundpipe":
                 actions = _rounds(plan, layout, *seats[0])
             elif plan.synchronous:
@@ -73,12 +74,19 @@ def lower(plan: Plan, model: Model, layout: Layout | None = None, updates: int =
     return Program(roles=tuple(roles))
 
 
+def _stop_backward(actions: Actions, floor: int) -> Actions:
+    """No backward below the lowest trained block."""
+    return [a._replace(lo=max(a.lo, floor)) if a.op in (B, I, W) else a for a in actions
+            if a.op not in (B, I, W) or a.hi > floor]
+
+
 def _seat(actions: Actions, plan: Plan, layout: Layout, pipeline: int, stage: int) -> Actions:
     """All that one seat does up to its last gradient."""
     units = layout.units_of_stage(pipeline, stage)
     layered = plan.accumulation == "layered"
     loads = "weights" in plan.pipelines[pipeline].stages[stage].offload
-    actions = _by_block(actions) if layered else _pipe(actions, plan.pipelines[pipeline], stage)
+    actions = _by_block(actions, layout.floor) if layered else _pipe(actions, plan.pipelines[pipeline], stage,
+                                                                     layout.floor)
     actions = _split_blocks(actions, layout, units, loads=loads)
     if loads:
         actions = _bring_weights(actions, layout, plan.sharding.prefetch, LOAD_WEIGHTS, FREE_WEIGHTS)
@@ -206,7 +214,7 @@ def _messages(computes: Actions, pipe: Pipeline, stage: int) -> Actions:
     return out
 
 
-def _by_block(actions: Actions) -> Actions:
+def _by_block(actions: Actions, floor: int) -> Actions:
     """Layered accumulation: all micro-batches through one block, then through the next.
 
     In the last block the backward of each follows its forward at once, so that what a loss saves is there only once.
@@ -215,11 +223,12 @@ def _by_block(actions: Actions) -> Actions:
     batches = sorted({a.mb for a in actions})
     out = [Action(F, b, b + 1, m) for b in range(lo, hi - 1) for m in batches]
     out += [Action(op, hi - 1, hi, m) for m in batches for op in (F, B)]
-    return out + [Action(B, b, b + 1, m) for b in reversed(range(lo, hi - 1)) for m in batches]
+    return out + [Action(B, b, b + 1, m) for b in reversed(range(max(lo, floor), hi - 1)) for m in batches]
 
 
-def _pipe(actions: Actions, pipeline: Pipeline, stage: int) -> Actions:
-    """Sends after, receives before; a receive is posted one compute action early, so that it can overlap.
+def _pipe(actions: Actions, pipeline: Pipeline, stage: int, floor: int = 0) -> Actions:
+    """Sends after, receives before; a receive is posted one compute action early, so that it can overlap. Below block
+    `floor` no gradients are needed.
 
     Chunks that follow each other on one stage hand over in place.
     """
@@ -238,7 +247,7 @@ def _pipe(actions: Actions, pipeline: Pipeline, stage: int) -> Actions:
         out.append(actions[i])
         if op == F and begins.get(hi, stage) != stage:
             out.append(Action(SEND_ACT, lo, hi, mb, begins[hi]))
-        if op in (B, I) and ends.get(lo, stage) != stage:
+        if op in (B, I) and lo > floor and ends.get(lo, stage) != stage:
             out.append(Action(SEND_GRAD, lo, hi, mb, ends[lo]))
     return out
 

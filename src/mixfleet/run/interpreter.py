@@ -358,8 +358,8 @@ class Interpreter:
                 if block.idle_backward:
                     with torch.no_grad():
                         out = self._run(b, leaf, action.mb)
-                    leaf = leaf.to("meta")
-                    self._saved[b, action.mb] = leaf, None, held
+                    if b >= self.layout.floor:
+                        self._saved[b, action.mb] = leaf.to("meta"), None, held
                 elif self._modes[b] == "full":
                     with torch.no_grad():
                         out = self._run(b, leaf, action.mb)
@@ -368,7 +368,8 @@ class Interpreter:
                     with self.recorder.saving(held, self._weight_storages):
                         out = self._run(b, leaf, action.mb)
                     self._saved[b, action.mb] = leaf, out, held
-                self.recorder.hold(leaf, held)
+                if b >= self.layout.floor:
+                    self.recorder.hold(leaf, held)
             self._watch(out, b, action.mb, backward=False)
             self._mark(f"F{b}.{action.mb}")
             x = out.detach()
@@ -438,7 +439,7 @@ class Interpreter:
             self._watch(leaf.grad, b, mb, backward=True)
             for unit in self._units_of[b]:
                 self._watch(unit.grad.data, b, mb, backward=True)
-            if b > 0:
+            if b > self.layout.floor:
                 nothing = torch.zeros((), dtype=leaf.dtype, device=self.device).expand(leaf.shape)
                 self._values["g", b, mb] = leaf.grad if leaf.grad is not None else nothing
                 leaf.grad = None

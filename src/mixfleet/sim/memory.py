@@ -277,7 +277,7 @@ class _Walk:
         sent = {(a.op, boundary(a)) for a in map(row.actions.__getitem__, self._mine) if a.op in (SEND_ACT, SEND_GRAD)}
         if self._layered:  # what one block hands to the next waits for it as a message would
             inner = range(1, len(self._job.model.blocks))
-            sent |= {(op, b) for b in inner for op in (SEND_ACT, SEND_GRAD)}
+            sent |= {(op, b) for b in inner for op in (SEND_ACT, SEND_GRAD) if op == SEND_ACT or b > self._layout.floor}
         entry, back = (SEND_ACT, SEND_GRAD) if self._layered else (RECV_ACT, RECV_GRAD)
         for i in self._mine:
             action, start, end = row.actions[i], row.start_ns[i], row.end_ns[i]
