@@ -141,7 +141,8 @@ def test_examples_load_and_survive_saving(path, tmp_path):
 
 def test_the_examples_are_what_they_say():
     sizes = {p.stem: len(Cluster.load(p).devices) for p in EXAMPLES}
-    assert sizes == {"mixed-lab": 28, "p4d-64": 512, "h100-128": 1024, "two-regions": 48, "laptop": 3, "workstation": 8}
+    assert sizes == {"mixed-lab": 28, "p4d-64": 512, "h100-128": 1024, "two-regions": 48, "laptop": 3, "workstation": 8,
+                     "three-and-one": 4}
 
 
 def test_equal_nodes_are_written_once(tmp_path, load):

@@ -1,6 +1,8 @@
 """The search against brute force, its laws, and what it says."""
 
 import random
+from itertools import combinations, pairwise, product
+from math import inf
 
 import msgspec
 import pytest
@@ -15,13 +17,14 @@ from mixfleet.search.bounds import bound_s, compute_bound_s, upper_samples_per_s
 from mixfleet.search.candidates import Candidates
 from mixfleet.search.finder import Search
 from mixfleet.search.improve import neighbours
+from mixfleet.search.replicate import _Line, shares_of
 from mixfleet.search.space import classes_of, shapes
 from mixfleet.search.tables import Tables
 from mixfleet.search.variants import PLANNED, laid, schedules
 from mixfleet.sim import predict
 from mixfleet.units import GiB
 
-PLAIN = Limits(recompute=("none",), schedules=("1f1b",))
+PLAIN = Limits(recompute=("none",), schedules=("1f1b",), replicated=False)
 
 
 def device(name, tera, gib, **more):
@@ -282,6 +285,107 @@ def test_neighbours_of_a_plan_of_several_chunks_keep_its_schedule():
     # A block across the cut: 3 and 5 blocks, again in two chunks each.
     assert any(p.schedule == "interleaved" and [s.chunks for s in p.pipelines[0].stages]
                == [((0, 1), (3, 5)), ((1, 3), (5, 8))] for p in around)
+
+
+def placed(widths, cuts, ranks, samples, micro_batch, shares=(), dispatch="split"):
+    at, stages = 0, []
+    for i, (width, blocks) in enumerate(zip(widths, pairwise(cuts))):
+        given = (shares[i] if shares else (1,) * width) if width > 1 else ()
+        stages.append(Stage(blocks=blocks, devices=tuple(ranks[at:at + width]), shares=given,
+                            dispatch=dispatch if given else "split"))
+        at += width
+    return Plan(pipelines=(Pipeline(stages=tuple(stages), samples=samples, micro_batch=micro_batch),))
+
+
+MID, BIG = device("mid", 60, 40), device("big", 170, 80)
+WINS = {"three in front of one": (job(layers=10, batch=12, hidden=1024, seq_len=1024),
+                                  cluster([MID] * 3, [BIG], nic=2e9)),
+        "two and three": (job(layers=12, batch=8, hidden=1024, seq_len=1024),
+                          cluster([FAST] * 2, [MID] * 3, nic=2e9))}
+
+
+@pytest.mark.parametrize("name", WINS)
+def test_stages_with_replicas_of_their_own_are_proposed_where_they_win(name):
+    work, where = WINS[name]
+    result, without = find(work, where), find(work, where, limits=Limits(replicated=False))
+    best = result.best
+    assert any(stage.members > 1 for stage in best.plan.pipelines[0].stages)
+    assert not any(p.replicated for p in without.best.plan.pipelines)
+    saved = 1 - best.prediction.step_s / without.best.prediction.step_s
+    assert saved > 0.01
+    assert any(line.startswith(f"replicas of single stages save {saved:.1%} of the") for line in result.why)
+    assert " by 1:1" in best.summary
+    assert predict(best.plan, work, where).step_s == best.prediction.step_s
+
+
+@pytest.mark.slow
+def test_the_search_is_near_the_best_of_all_pipelines_over_a_line_of_devices():
+    """Brute force: every cut of devices (in both orders) and blocks into stages, equal shares, every micro-batch."""
+    work, where = job(layers=4, batch=8, hidden=1024, seq_len=512), cluster([MID] * 3, [BIG], nic=2e9)
+    found = find(work, where, limits=Limits(recompute=("none",), schedules=("1f1b",)), names=("1f1b",))
+    best = inf
+    for ranks, stages in product([(0, 1, 2, 3), (3, 0, 1, 2)], (2, 3, 4)):
+        for bars, cuts in product(combinations(range(1, 4), stages - 1), combinations(range(1, 6), stages - 1)):
+            widths = [b - a for a, b in pairwise((0, *bars, 4))]
+            for micro_batch in range(max(widths), 8):
+                plan = placed(widths, (0, *cuts, 6), ranks, 8, micro_batch)
+                if why_not(plan, work, where) is None:
+                    best = min(best, predict(plan, work, where, sent=False).step_s)
+    assert found.best.prediction.step_s <= best * (1 + 1e-9)
+
+
+def test_the_cut_of_a_line_is_the_best_of_all():
+    """PipeDream's dynamic program against all cuts, by its own prices of stages and messages."""
+    work, where = job(layers=4, batch=12, hidden=1024), cluster([MID] * 2, [BIG], [SLOW], nic=1e9)
+    line = _Line(Tables(work, where), [(((0,),),), (((1,),),), (((2,),),), (((3,),),)], 1, 12, 4)
+    made = {len(one.plan.pipelines[0].stages): one.plan.pipelines[0].stages for one in line.plans()}
+
+    def slowest(ends, cuts):
+        worst = 0.0
+        for k, ((i, j), (a, b)) in enumerate(zip(pairwise(ends), pairwise(cuts))):
+            priced = line._stage(i, j, len(cuts) - 2 - k)
+            worst = max(worst, float(priced[0][a, b]), float(line._ways(j)[b]) if j < 4 else 0.0)
+        return worst
+
+    assert set(made) >= {2, 3}
+    for p, stages in made.items():
+        mine = [0]
+        for stage in stages:
+            mine.append(mine[-1] + stage.members)
+        least = min(slowest((0, *bars, 4), (0, *cuts, 6)) for bars in combinations(range(1, 4), p - 1)
+                    for cuts in combinations(range(1, 6), p - 1))
+        assert slowest(mine, [0, *(s.blocks[1] for s in stages)]) == pytest.approx(least, rel=1e-12)
+
+
+def test_samples_fall_to_replicas_by_speed():
+    for speeds, size in (((3.0, 1.0), 8), ((5.0, 2.0, 2.0), 13), ((1.0, 1.0, 1.0), 5), ((7.0, 3.0, 1.0), 6)):
+        shares = shares_of(size, speeds)
+        assert sum(shares) == size
+        best = min(max(n / v for n, v in zip((*some, size - sum(some)), speeds))
+                   for some in product(range(1, size), repeat=len(speeds) - 1) if size - sum(some) > 0)
+        assert max(n / v for n, v in zip(shares, speeds)) == best
+    assert shares_of(2, (1.0, 1.0, 1.0)) is None
+
+
+def test_bounds_of_replicated_stages_are_below_what_is_simulated():
+    rng = random.Random(4)
+    work, where = job(layers=6, batch=10, clip_norm=0.0), cluster([FAST, SLOW, MID], [MID, MID], nic=3e9)
+    tables, ratios = Tables(work, where), []
+    for _ in range(40):
+        widths = rng.choice([(3, 2), (2, 3), (1, 4), (2, 1, 2), (1, 2, 1, 1)])
+        shares = [tuple(rng.randint(1, 3) for _ in range(width)) for width in widths]
+        cuts = (0, *sorted(rng.sample(range(1, 8), len(widths) - 1)), 8)
+        dispatch, schedule = rng.choice([("split", "1f1b"), ("split", "zb-h1"), ("round-robin", "1f1b"),
+                                         ("split", "pipedream"), ("round-robin", "gpipe")])
+        plan = placed(widths, cuts, rng.sample(range(5), 5), 10, rng.randint(1, 6), shares, dispatch)
+        plan = plan.replace(schedule=schedule)
+        if why_not(plan, work, where):
+            continue
+        step_s = predict(plan, work, where, sent=False).step_s
+        assert 0 < compute_bound_s(tables, plan) <= bound_s(tables, plan) <= step_s
+        ratios.append(bound_s(tables, plan) / step_s)
+    assert len(ratios) > 15
+    assert max(ratios) > 0.5
 
 
 def test_cost_objective_leaves_dear_devices_idle():

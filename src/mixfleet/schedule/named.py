@@ -108,7 +108,7 @@ def _listed(home: Homes, micro_batches: int, limit: int, split: bool) -> Orders:
                                             (False, True))
                  if (orders := greedy(work, Rule((limit,) * work.devices, *rule)))]
         if found:
-            return min(found, key=lambda orders: makespan(work, orders))
+            return min(dict.fromkeys(found), key=lambda orders: makespan(work, orders))
         limit += 1  # too low for the chain to move at all
 
 

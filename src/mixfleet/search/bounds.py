@@ -18,7 +18,7 @@ import numpy as np
 from mixfleet.cost.kernels import optimizer_s
 from mixfleet.cost.memory import boundary_bytes
 from mixfleet.cost.network import Floats, Ports, collective_s
-from mixfleet.plan import Chunk, Plan, ScheduleName
+from mixfleet.plan import Chunk, Pipeline, Plan, ScheduleName
 from mixfleet.program.action import GATHER, PUBLISH, REDUCE, SYNC
 from mixfleet.program.layout import Comm, Layout
 from mixfleet.schedule.named import SCHEDULES
@@ -173,6 +173,9 @@ def compute_bound_s(tables: Tables, plan: Plan) -> float:
     """Bound from computing and the way through the pipelines."""
     worst = 0.0
     for p, pipeline in enumerate(plan.pipelines):
+        if pipeline.replicated:
+            worst = max(worst, _replicated_bound_s(tables, pipeline, plan))
+            continue
         whole, rest = divmod(pipeline.samples, pipeline.micro_batch)
         rest = rest if plan.synchronous or not whole else 0
         flow = pipeline_flow(tables, plan, p, pipeline.micro_batch)
@@ -186,10 +189,35 @@ def compute_bound_s(tables: Tables, plan: Plan) -> float:
     return worst * SLACK
 
 
+def _replicated_bound_s(tables: Tables, pipeline: Pipeline, plan: Plan) -> float:
+    """The same where stages have replicas of their own: each of them is busy with its samples, from when any can have
+    reached it until they can have travelled back. Messages are left out."""
+    drains = plan.synchronous and not _splits(plan.schedule)
+    work: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for s, stage in enumerate(pipeline.stages):
+        for j in range(stage.members):
+            per: dict[int, tuple[float, float]] = {}
+            for n in {*pipeline.sizes(s, j)} - {0}:
+                table = tables.table(stage.ranks(0, j), n)
+                per[n] = (sum(float(table.forward_s[lo, hi]) for lo, hi in stage.chunks),
+                          sum(table.backward_of(stage, lo, hi) for lo, hi in stage.chunks))
+            work[s, j] = [per[n] for n in pipeline.sizes(s, j) if n]
+    fill = drain = worst = 0.0
+    for s, stage in enumerate(pipeline.stages):
+        mine = [work[s, j] for j in range(stage.members)]
+        worst = max(worst, fill + drain + max(sum(f + b for f, b in one) for one in mine))
+        if plan.synchronous and not any(len(x.chunks) > 1 for x in pipeline.stages):
+            fill += min(f for one in mine for f, _ in one)
+            drain += min(b for one in mine for _, b in one) if drains else 0.0
+    return worst
+
+
 def bound_s(tables: Tables, plan: Plan) -> float:
     """Bound from computing, then from the streams of state: one transfer after another, and ports that they share."""
     worst = compute_bound_s(tables, plan)
     if not plan.synchronous:  # gradients and optimizer steps of one update pass while another one computes
+        return worst
+    if any(pipeline.replicated for pipeline in plan.pipelines):
         return worst
     layout = Layout(plan, tables.job.model)
     starts = {pipe: k for k, (pipe, _) in reversed(list(enumerate(plan.replicas)))}

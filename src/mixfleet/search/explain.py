@@ -16,7 +16,7 @@ from mixfleet.search.result import Alternative, LeftOver, Ranked, SearchResult
 from mixfleet.search.space import Team, shapes, tensor_degrees
 from mixfleet.search.tables import Pieces, Tables
 from mixfleet.search.uneven import stranded
-from mixfleet.search.variants import is_deep, laid
+from mixfleet.search.variants import is_deep, is_replicated, laid
 from mixfleet.sim import Prediction, predict
 from mixfleet.units import show_bytes, show_seconds
 
@@ -159,12 +159,26 @@ def _why(search: Search, plans: Sequence[Ranked], others: Sequence[Judged], uppe
         gap = _difference(best.prediction, other_plan.prediction)
         yield f"the runner-up, {other_plan.summary}, takes {other_plan.relative:.3f} times as much" + (
             f", {gap}" if gap else "")
+    yield from _replication(search, best)
     yield from _schedule(search, best)
     yield from _shares(search, best.plan)
     yield from _experts(search, best)
     if best.plan.sharding.shares:
         even = best.plan.replace(sharding=best.plan.sharding.replace(shares=()))
         yield from stranded(best.plan, predict(even, search.job, search.cluster, sent=False))
+
+
+def _replication(search: Search, best: Ranked) -> Iterable[str]:
+    """What stages with replicas of their own gain over the best plan without."""
+    if not is_replicated(best.plan):
+        return
+    equal = next((plan for _, _, plan in search.scored() if not is_replicated(plan)), None)
+    if equal is None:
+        yield "no plan fits whose stages are all replicated alike; with replicas of single stages one does"
+        return
+    saved = 1 - best.prediction.step_s / search.found[equal].step_s
+    yield (f"replicas of single stages save {saved:.1%} of the {show_seconds(search.found[equal].step_s)} of the best "
+           f"plan without, {summary(search, equal)}")
 
 
 def _schedule(search: Search, best: Ranked) -> Iterable[str]:
@@ -212,9 +226,10 @@ def _shares(search: Search, plan: Plan) -> Iterable[str]:
         for stage in pipeline.stages:
             flops = sum(op.flops.at(1, job.seq_len) + op.backward_flops.at(1, job.seq_len)
                         for block in map(job.model.blocks.__getitem__, stage.held) for op in block.ops)
-            for rank in stage.devices:
-                name = search.cluster.devices[rank].name
-                work[name] = work.get(name, 0.0) + flops * pipeline.samples / stage.tensor / pipeline.context
+            shares, mine = stage.shares or (1,), len(stage.devices) // pipeline.copies
+            for i, rank in enumerate(stage.devices):
+                name, part = search.cluster.devices[rank].name, shares[i % mine // stage.tensor] / sum(shares)
+                work[name] = work.get(name, 0.0) + flops * pipeline.samples * part / stage.tensor / pipeline.context
     if len(work) > 1:
         yield "; ".join(f"{n}: {work[n] / sum(work.values()):.0%} of the work, {speed[n] / sum(speed.values()):.0%} of "
                         "the speed" for n in sorted(work, key=lambda n: -work[n]))

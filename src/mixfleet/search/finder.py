@@ -24,11 +24,12 @@ from mixfleet.search.candidates import Candidates
 from mixfleet.search.improve import frugal, neighbours
 from mixfleet.search.miss import most_frugal
 from mixfleet.search.recompute import room_bytes, spared
+from mixfleet.search.replicate import candidates
 from mixfleet.search.reschedule import reschedule
 from mixfleet.search.result import Objective, SearchResult
 from mixfleet.search.space import Limits, Shape, classes_of, enumerate_all, shapes, used
 from mixfleet.search.tables import Tables
-from mixfleet.search.variants import PLANNED, is_deep, known, only, schedules, under
+from mixfleet.search.variants import PLANNED, is_deep, is_replicated, known, only, schedules, under
 from mixfleet.sim import Prediction, predict
 from mixfleet.sim.prediction import few_collections
 from mixfleet.units import show_seconds
@@ -48,6 +49,8 @@ AWAY: tuple[tuple[Offload, ...], ...] = (("optimizer",), ("weights", "optimizer"
 BATCHED: tuple[Batching, ...] = ("packed", "bucketed")
 RELATIVES = 2
 """Simulations of plans that differ only in sharding, placement and sizes, before those of other plans."""
+PROPOSED = 12
+"""Candidates with stages replicated by themselves whose bounds are looked at; as many as `TRIED` are simulated."""
 IMPROVED, ROUNDS, TRIED = 2, 2, 4
 """Plans that are improved, rounds for each, and simulations in a round."""
 
@@ -217,13 +220,42 @@ class Search:
 
     def family(self, plan: Plan) -> object:
         """What plans of one family share: the kinds of devices of every stage."""
-        return tuple((p.replicas, p.context, tuple(self.tables.signature(s.ranks(0)) for s in p.stages))
+        return tuple((p.replicas, p.context, tuple(
+            self.tables.signature(s.ranks(0)) if s.members == 1 else
+            tuple(self.tables.signature(s.ranks(0, j)) for j in range(s.members)) for s in p.stages))
                      for p in plan.pipelines)
+
+    def replicate(self) -> None:
+        """Tries stages with replicas of their own, as long as their bound is better than the best; then other schedules
+        for the best of them, and small changes if one is the best of all."""
+        options: list[Entry] = []
+        fastest_s = self.best if self.objective == "time" else inf
+        for order, (_, plan) in enumerate(candidates(self.tables, self.classes, fastest_s)[:PROPOSED]):
+            for other in only(plan, self.names, self.job, self.cluster):
+                if isinstance(other, Plan):
+                    self.considered += 1
+                    options.append((self.score(bound_s(self.tables, other), other.ranks), order, 2, other))
+                    break
+        tried = 0
+        for bound, _, _, plan in sorted(options, key=lambda entry: entry[1]):
+            if bound >= self.best:
+                self.rejected.add("slower than the best, by a lower bound", 1)
+            elif tried < TRIED and not self.late():
+                tried += 1
+                prediction = self.judge(plan)
+                if prediction and not prediction.fits:
+                    for lighter in frugal(plan, prediction):
+                        self.judge(lighter)
+        self._under_others([plan for _, _, plan in self.scored() if is_replicated(plan)][:IMPROVED])
+        if self.found and is_replicated(self.scored()[0][2]):
+            self.improve()
 
     def schedule(self) -> None:
         """Tries other schedules for the best plans with several stages, those with the least bounds first."""
-        deep = [plan for _, _, plan in self.distinct() if is_deep(plan)]
-        for plan in deep[:IMPROVED]:
+        self._under_others([plan for _, _, plan in self.distinct() if is_deep(plan)][:IMPROVED])
+
+    def _under_others(self, plans: Iterable[Plan]) -> None:
+        for plan in plans:
             options = []
             for i, other in enumerate(schedules(plan, self.names)):
                 if other not in self.found and other not in self.misses and not why_not(other, self.job, self.cluster):
@@ -366,6 +398,8 @@ def _found(search: Search, top: int, limits: Limits, schedule_search: bool) -> S
     if not exact:
         search.schedule()
         search.improve()
+    if limits.replicated and not search.late():
+        search.replicate()
     search.recompute()
     search.batch()
     if schedule_search:

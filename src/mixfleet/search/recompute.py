@@ -121,7 +121,8 @@ def _within(plan: Plan, p: int, s: int, most_bytes: int, job: Job, cluster: Clus
     if stage.recompute == "none":
         return stage
     tokens = max(pipe.tokens(job.seq_len, copy) for copy in range(pipe.context))
-    shape, context = (pipe.micro_batch, tokens, stage.tensor), job.seq_len / tokens
+    largest = max(pipe.sizes(s, j)[0] for j in range(stage.members))
+    shape, context = (largest, tokens, stage.tensor), job.seq_len / tokens
     devices = dict.fromkeys(cluster.devices[rank] for rank in stage.devices)
     in_flight = dict(_in_flight(plan, p, s))
     experts, copies = Experts(plan, job), [k for k, (q, _) in enumerate(plan.replicas) if q == p]

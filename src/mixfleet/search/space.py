@@ -223,6 +223,8 @@ class Limits(Spec, frozen=True, kw_only=True):
     tensor: bool = True
     idle: bool = True
     """Also plans that leave devices idle."""
+    replicated: bool = True
+    """Then also stages with replicas of their own, as `replicate` proposes them; those are not enumerated."""
 
 
 def enumerate_all(job: Job, cluster: Cluster, limits: Limits | None = None) -> Iterator[Plan]:

@@ -90,6 +90,11 @@ def is_deep(plan: Plan) -> bool:
     return any(len(p.stages) > 1 and len(p.micro_batches) > 1 for p in plan.pipelines)
 
 
+def is_replicated(plan: Plan) -> bool:
+    """Whether some stage has replicas of its own."""
+    return any(pipeline.replicated for pipeline in plan.pipelines)
+
+
 def schedules(plan: Plan, names: Sequence[ScheduleName] = ()) -> Iterator[Plan]:
     """The plan under every other schedule that suits its pipelines, of `names` if given, and with one more or one less
     chunk per stage."""

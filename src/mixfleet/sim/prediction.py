@@ -421,10 +421,12 @@ def _lighter(use: DeviceUse, plan: Plan, device: Device) -> list[str]:
     what = "micro-batches" if len(home) == len(pipeline.stages) else "micro-batches times chunks"
     if fit < 1:
         return []
-    # Orders that are found by list scheduling take a while for many steps; a hint is not worth it.
+    # Orders that are found by list scheduling take a while for many steps; a hint is not worth it. Asynchronous ones
+    # train otherwise, which is no way to save memory.
     few = len(home) * count <= _QUICK_STEPS
     lighter = [name for name, schedule in SCHEDULES.items()
-               if (few or not (schedule.splits or schedule.even_rounds)) and schedule.why_not(home, count) is None
+               if (few or not (schedule.splits or schedule.even_rounds)) and not schedule.weights
+               and schedule.why_not(home, count) is None
                and in_flight(schedule.orders(home, count)[use.stage]) <= fit]
     return [f"at most {fit} of the {held} {what} now in flight here, as under {' or '.join(lighter)}" if lighter else
             f"an order with at most {fit} of the {held} {what} now in flight here"]
