@@ -159,7 +159,7 @@ def _sleepers(units: list[float]) -> list[Any]:
 
         def forward(self, x: Any) -> Any:
             weight = self.linear.weight
-            if not self.hooked and self.seconds:
+            if not self.hooked and self.seconds and weight.requires_grad:
                 weight.seconds, self.hooked = self.seconds, True  # type: ignore[assignment]
                 # Without a gradient it is the input half of a backward: the weight half waits in `slowly`.
                 weight.register_hook(lambda grad: None if grad is None else _wait(self.seconds))
@@ -176,9 +176,9 @@ def _sleepers(units: list[float]) -> list[Any]:
     return [Sleeper(n * UNIT_S) for n in units]
 
 
-def beside_simulator(process: int, world: int) -> dict[str, dict[str, float]]:
+def beside_simulator(process: int, world: int, names: tuple[str, ...] = ()) -> dict[str, dict[str, float]]:
     """Schedule -> predicted and measured seconds per step, for the searched order and every named one of a pipeline
-    that drains."""
+    that drains; or those of `names`."""
     import torch
     import torch.distributed as dist
 
@@ -188,13 +188,14 @@ def beside_simulator(process: int, world: int) -> dict[str, dict[str, float]]:
     from mixfleet.run.worker import Rank
     from mixfleet.schedule.named import SCHEDULES
     from mixfleet.search.reschedule import reschedule
+    from mixfleet.search.roundpipe import in_rounds
     from mixfleet.sim import predict
 
     found: dict[str, dict[str, float]] = {}
     named = [name for name, schedule in SCHEDULES.items() if schedule.ways == 1 and not schedule.weights]
-    for name in [*named, "searched"]:
+    for name in names or [*named, "roundpipe", "searched"]:
         # Two blocks per stage; where the chain passes a stage twice, one in each chunk.
-        plan = _plan("1f1b" if name == "searched" else name, 2 * world, world)
+        plan = _plan(name if name in named else "1f1b", 2 * world, world)
         units = [0.0] * (2 * world)
         for stage, n in zip(plan.pipelines[0].stages, STAGES):
             for b in stage.held:
@@ -206,6 +207,10 @@ def beside_simulator(process: int, world: int) -> dict[str, dict[str, float]]:
         cluster = _cluster(world, times)
         if name == "searched":
             plan = reschedule(plan, trainer.job, cluster)
+        elif name == "roundpipe":
+            found_plan = in_rounds(plan, trainer.job, cluster)
+            assert not isinstance(found_plan, str)
+            plan = found_plan
         rank = Rank(plan, trainer.job, cluster, trainer.source, process)
         rank.start()
         batches = rank.batches(0)
@@ -213,6 +218,41 @@ def beside_simulator(process: int, world: int) -> dict[str, dict[str, float]]:
                            rank.interpreter.step(batches, 1e-3)}, dist.barrier, 1)["measured"]
         rank.close()
         found[name] = {"predicted": predict(plan, trainer.job, cluster).step_s, "measured": measured}
+    return found
+
+
+def waves_beside_simulator(process: int, world: int) -> dict[str, dict[str, float]]:
+    """The same for HetPipe, by distance: two virtual workers of two stages, cut unlike, one with waves of four and one
+    of six micro-batches; seconds per wave between fill and drain."""
+    import torch
+
+    from mixfleet.cluster import BlockTime
+    from mixfleet.job import Optimizer
+    from mixfleet.plan import Pipeline, Plan, Stage, Synchronization
+    from mixfleet.run.trainer import Trainer
+    from mixfleet.run.worker import Rank
+    from mixfleet.sim import predict
+
+    units, waves = (0.0, 2.0, 2.0, 2.0), 14  # what comes first makes no gradient of its input, so it takes no time
+    found = {}
+    for distance in (0, 1):
+        plan = Plan(schedule="hetpipe", synchronization=Synchronization(distance=distance), pipelines=tuple(
+            Pipeline(samples=samples, micro_batch=1, stages=(Stage(blocks=(0, cut), devices=(first,)),
+                                                             Stage(blocks=(cut, 4), devices=(first + 1,))))
+            for first, cut, samples in ((0, 2, 4), (2, 3, 6))))
+        trainer = Trainer(_sleepers(list(units)), _squared, torch.randn(10, 8), torch.randn(10, 8), global_batch=10,
+                          optimizer=Optimizer(name="sgd", lr=1e-6, momentum=0.0))
+        cluster = _cluster(world, tuple(
+            BlockTime(block=b.kind, micro_batch=1, seq_len=1, precision="fp32", forward_s=n * UNIT_S,
+                      backward_s=2 * n * UNIT_S) for b, n in zip(trainer.job.model.blocks, units)))
+        rank = Rank(plan, trainer.job, cluster, trainer.source, process)
+        rank.start()
+        ends = [result.end_ns for result in rank.advance(waves, lambda: False)]
+        rank.close()
+        depth = plan.depth + 1
+        measured = (ends[-depth - 1] - ends[depth]) / (waves - 2 * depth - 1) / 1e9
+        found[f"hetpipe, distance {distance}"] = {"predicted": predict(plan, trainer.job, cluster).step_s,
+                                                  "measured": measured}
     return found
 
 
@@ -285,6 +325,11 @@ def figures() -> Iterator[Figure]:
     for name, times in found.items():
         error = times["predicted"] / times["measured"] - 1
         yield Figure(f"predicted step under {name}, 4 stages of 1:2:3:2 on real processes",
+                     f"{error:+.1%} ({times['predicted'] * 1e3:.0f} ms for {times['measured'] * 1e3:.0f} ms)",
+                     f"{ERROR_LIMIT:.0%}", abs(error) <= ERROR_LIMIT)
+    for name, times in run(waves_beside_simulator, [a, b, a, b]).items():
+        error = times["predicted"] / times["measured"] - 1
+        yield Figure(f"predicted wave under {name}, two virtual workers of two stages on real processes",
                      f"{error:+.1%} ({times['predicted'] * 1e3:.0f} ms for {times['measured'] * 1e3:.0f} ms)",
                      f"{ERROR_LIMIT:.0%}", abs(error) <= ERROR_LIMIT)
     wrong = [(x, y) for x in found for y in found if found[x]["predicted"] < 0.98 * found[y]["predicted"]
