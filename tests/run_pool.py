@@ -7,6 +7,7 @@ import multiprocessing.connection
 import pickle
 import tempfile
 from collections import Counter
+from collections.abc import Collection
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -95,6 +96,8 @@ class Outcome(NamedTuple):
     spans: list[Any]
     memory: list[Any]
     met: tuple[Any, ...] = ()
+    scales: tuple[tuple[bool, float], ...] = ()
+    """fp16: after every step, whether it was left out, and the loss scale from then on."""
     told: Any = None
     """What the source has to say, if it can tell."""
     routed: dict[str, list[int]] = {}
@@ -109,12 +112,15 @@ class Case(NamedTuple):
     trace: bool = False
     source: Any = None
     """In place of the job's own model and data."""
+    loss_scale: float = 0.0
+    """fp16: what it starts with, and it grows after three good steps; 0 for the usual."""
     sabotage: str = ""
     """`accumulate`: hop 1 forgets earlier micro-batches. `hop 2`: groups do not hear of each other."""
 
 
 def carry_out(case: Case, process: int) -> Outcome:
     """Be one rank of a case."""
+    from mixfleet.run import interpreter
     from mixfleet.run.worker import Rank
 
     source = case.source or (MaskedSource if case.masked else DecoderSource)(case.job)
@@ -126,12 +132,17 @@ def carry_out(case: Case, process: int) -> Outcome:
                 exchange.accumulate = False
     elif case.sabotage == "hop 2":
         rank.interpreter._do["Y"] = lambda action: None
-    results = []
+    results, scales = [], []
+    if case.loss_scale:
+        rank.interpreter.loss_scale = case.loss_scale
+    usual, interpreter._GROWTH_STEPS = interpreter._GROWTH_STEPS, 3 if case.loss_scale else interpreter._GROWTH_STEPS
     if case.trace:
         rank.recorder.start()
     for result in rank.advance(case.steps, lambda: False):
         results.append(result)
+        scales.append((result.skipped, rank.interpreter.loss_scale))
         rank.step += 1
+    interpreter._GROWTH_STEPS = usual
     rank.interpreter.finish()
     spans, memory = rank.recorder.stop()
     units = rank.interpreter.units.values()
@@ -139,7 +150,7 @@ def carry_out(case: Case, process: int) -> Outcome:
                       [p for u in units for p in u.pieces()],
                       [(u.index, p.column, p.lo, p.hi, u.home(u.weights.data)[p.offset:p.offset + p.hi - p.lo].clone())
                        for u in units for p in u.weights.parts],
-                      rank.fabric.sent, rank.report().state_bytes, spans, memory, rank.report().met,
+                      rank.fabric.sent, rank.report().state_bytes, spans, memory, rank.report().met, tuple(scales),
                       source.outcome() if hasattr(source, "outcome") else None, rank.report().routed)
     rank.close()
     return outcome
@@ -235,8 +246,9 @@ class Reference(NamedTuple):
     """Whole tensors by key, flat, cut dimension first."""
 
 
-def reference(case: Case) -> Reference:
-    """The same training in one process, with torch's own optimizer, on whole batches."""
+def reference(case: Case, left_out: Collection[int] = ()) -> Reference:
+    """The same training in one process, with torch's own optimizer, on whole batches, without the updates of the steps
+    that are `left_out`."""
     from mixfleet.run.modules import build_blocks
 
     job, rule = case.job, case.job.optimizer
@@ -266,7 +278,8 @@ def reference(case: Case) -> Reference:
         loss = blocks[-1](x, targets) / (targets >= 0).sum()
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(params.values(), job.clip_norm or float("inf"))))
-        optimizer.step()
+        if step not in left_out:
+            optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
     split = {f"{b.name}/{p.name}": p.split or 0 for b in job.model.blocks for p in b.params}

@@ -311,6 +311,35 @@ def check_equality(case: Case, pool: Pool) -> list[Outcome]:
     return outcomes
 
 
+def test_fp16_leaves_out_what_overflows_on_all_ranks_together(pool: Pool) -> None:
+    """A loss scale that is too large is halved until gradients are finite, and doubled after three good steps. Steps
+    that overflow on some rank change nothing on any, the step count of the optimizer included: what remains is one
+    process in fp64 without these steps."""
+    wide = Case(plan(pipe((0, 2, 5), (0,), (1,), samples=4, micro_batch=2),
+                     pipe((0, 5), (2,), samples=2, micro_batch=1), sharding=(1, 1, 2)), job(optimizer=Optimizer(lr=1e-3), **_CLIP), steps=12, loss_scale=2.0**24)
+    outcomes = pool.run(wide._replace(job=wide.job.replace(precision="fp16")))
+    scale, good = 2.0**24, 0
+    for skipped, now in outcomes[0].scales:
+        good = 0 if skipped else good + 1
+        scale *= 0.5 if skipped else 2.0 if good % 3 == 0 else 1.0
+        good %= 3
+        assert now == scale
+    left_out = [step for step, (skipped, _) in enumerate(outcomes[0].scales) if skipped]
+    assert left_out[:2] == [0, 1]
+    assert max(left_out) > 4  # grown too far, it overflows again
+    assert len(left_out) < 8
+    for outcome in outcomes:
+        assert outcome.scales == outcomes[0].scales
+        assert outcome.losses == outcomes[0].losses
+    _assert_replicas_equal(outcomes)
+    expected = reference(wide, left_out)
+    assert outcomes[0].losses == pytest.approx(expected.losses, rel=2e-3)
+    assert expected.losses != pytest.approx(reference(wide).losses, rel=2e-3)
+    whole = _whole(outcomes)
+    for key, value in expected.weights.items():
+        assert torch.allclose(whole[key].double(), value, atol=2e-3), key
+
+
 @pytest.mark.parametrize("name", [
     "packed, learned positions, tensor 2 after tensor 1, full recompute", "bucketed, tensor 2, zero-1",
     "bucketed, experts, pipelines of unequal shape"])
