@@ -316,7 +316,8 @@ def test_fp16_leaves_out_what_overflows_on_all_ranks_together(pool: Pool) -> Non
     that overflow on some rank change nothing on any, the step count of the optimizer included: what remains is one
     process in fp64 without these steps."""
     wide = Case(plan(pipe((0, 2, 5), (0,), (1,), samples=4, micro_batch=2),
-                     pipe((0, 5), (2,), samples=2, micro_batch=1), sharding=(1, 1, 2)), job(optimizer=Optimizer(lr=1e-3), **_CLIP), steps=12, loss_scale=2.0**24)
+                     pipe((0, 5), (2,), samples=2, micro_batch=1), sharding=(1, 1, 2)),
+                job(optimizer=Optimizer(lr=1e-3), **_CLIP), steps=12, loss_scale=2.0**24)
     outcomes = pool.run(wide._replace(job=wide.job.replace(precision="fp16")))
     scale, good = 2.0**24, 0
     for skipped, now in outcomes[0].scales:
