@@ -195,3 +195,13 @@ def test_every_catalog_efficiency_is_a_fraction_of_a_known_kind():
         assert all(0 < part <= 1 for part in table.values()), name
     assert kernels.efficiency(device_named("RTX4090"), "gemm") > kernels.efficiency(device_named("L40S"), "gemm")
     assert set(kernels.LAUNCHES) | {"optimizer"} == set(EFFICIENCY[DEFAULT])
+
+
+def test_a_device_that_communicates_waits_less_for_its_host():
+    """Computing 2 and 3 s, issuing 7 and 11; collectives of 4 and 9 fill the waits of 5 and 8."""
+    cost = kernels.BlockCost(7.0, 11.0, 7.0, 2.0, 5.0, 8.0)
+    assert cost.among(4.0, 9.0)[:4] == (3.0, 3.0, 7.0, 2.0)
+    assert cost.among(6.0, 1.0, 6.0)[:4] == (2.0, 10.0, 2.0, 2.0)
+    assert cost._replace(weight_s=10.5).among(0.0, 9.0).backward_s == 10.5  # never less than its half for weights
+    busy = kernels.BlockCost(7.0, 11.0, 0.0, 2.0)
+    assert busy.among(4.0, 9.0, 4.0) == busy

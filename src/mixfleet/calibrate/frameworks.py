@@ -170,8 +170,8 @@ def rewritten(model: Model, job: Job, device: Device, framework: Framework) -> M
 
 
 def _with_masks(saved: Saved) -> Saved:
-    """With dropout, 5 bytes a score for 2 (softmax, its mask, what remains), and masks of a byte for the outputs of both
-    sublayers beside the 2 bytes of the sum between them, in a 16-bit job (Korthikanti et al., 2022)."""
+    """With dropout, 5 bytes a score for 2 (softmax, its mask, what remains), and masks of a byte for both sublayers'
+    outputs beside the 2 bytes of the sum between them, in a 16-bit job (Korthikanti et al., 2022)."""
     more = {"attention.probabilities": 2.5, "norm2.input": 2.0}.get(saved.name, 1.0)
     return saved.replace(size=more * saved.size) if more != 1.0 else saved
 

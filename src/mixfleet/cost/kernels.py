@@ -65,6 +65,19 @@ class BlockCost(NamedTuple):
     backward_s: float
     recompute_s: float
     weight_s: float
+    forward_wait_s: float = 0.0
+    """Part of `forward_s` for which a GPU waits for its host to issue kernels."""
+    backward_wait_s: float = 0.0
+
+    def among(self, forward_s: float, backward_s: float, again_s: float = 0.0) -> BlockCost:
+        """The rest beside collectives between the block's kernels, which take so many seconds forward, backward, and in
+        what is computed again: while a device communicates, its host gets ahead, and the device waits that much less.
+        """
+        hidden = min(self.forward_wait_s, forward_s)
+        return self._replace(
+            forward_s=self.forward_s - hidden,
+            backward_s=self.backward_s - min(self.backward_wait_s, backward_s, self.backward_s - self.weight_s),
+            recompute_s=max(0.0, self.recompute_s - min(self.forward_wait_s, again_s)))
 
 
 def generation(device: Device) -> str:
@@ -257,8 +270,10 @@ def _block_cost(block: Block, micro_batch: int, seq_len: int, tensor: int, devic
         kernels, back_kernels = launches(op, fused)
         host, back_host = host + kernels * launch_s(device), back_host + back_kernels * launch_s(device)
     weight_part = weights / backward if backward else 0.0
+    wait = back_wait = 0.0
     if device.kind == "gpu":
-        forward, backward = max(forward, host), max(backward, back_host)
+        wait, back_wait = max(0.0, host - forward), max(0.0, back_host - backward)
+        forward, backward = forward + wait, backward + back_wait
     known = [m for m in device.block_times if m.block == block.kind.partition("#")[0]
              and m.precision == job.precision and m.tensor == tensor and context == 1 and not experts
              and m.seq_len in (seq_len, job.seq_len)]
@@ -273,12 +288,13 @@ def _block_cost(block: Block, micro_batch: int, seq_len: int, tensor: int, devic
     if measured:
         core_part = core / forward if forward else 0.0
         forward, backward = _measured_s(measured, micro_batch)
-        core = core_part * forward
+        core, wait, back_wait = core_part * forward, 0.0, 0.0
     if block.idle_backward:
-        return BlockCost(forward, 0.0, 0.0, 0.0)
+        return BlockCost(forward, 0.0, 0.0, 0.0, wait)
     trained = weight_part * backward * block.trained_part
     backward -= weight_part * backward - trained
-    return BlockCost(forward, backward, {"none": 0.0, "selective": core, "full": forward}[recompute], trained)
+    return BlockCost(forward, backward, {"none": 0.0, "selective": core, "full": forward}[recompute], trained, wait,
+                     back_wait)
 
 
 def _measured_s(times: list[BlockTime], micro_batch: int) -> tuple[float, float]:

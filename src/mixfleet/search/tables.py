@@ -103,12 +103,15 @@ class Table:
             for comm in block.context_comm if context > 1 else ():
                 nbytes = round(comm.size.at(*shape, context) * job.bytes.compute_bytes)
                 keys[comm.phase] += collective_s(comm.op, nbytes, ranks[::t], cluster)
-            plain = [held_cost(block, *shape, d, job, context=context, experts=experts) for d in devices]
-            forward = max(c.forward_s for c in plain) + talk["forward"] + keys["forward"]
-            backward = max(c.backward_s for c in plain) + talk["backward"] + keys["backward"]
-            again = [max(held_cost(block, *shape, d, job, mode, context, experts).recompute_s for d in devices)
-                     + (talk["forward"] if mode == "full" else 0.0) + (keys["forward"] if mode != "none" else 0.0)
-                     for mode in MODES]
+            both = [talk[phase] + keys[phase] for phase in ("forward", "backward")]
+            plain = [held_cost(block, *shape, d, job, context=context, experts=experts).among(*both) for d in devices]
+            forward = max(c.forward_s for c in plain) + both[0]
+            backward = max(c.backward_s for c in plain) + both[1]
+            again = []
+            for mode in MODES:
+                waits = (talk["forward"] if mode == "full" else 0.0) + (keys["forward"] if mode != "none" else 0.0)
+                again.append(waits + max(held_cost(block, *shape, d, job, mode, context, experts)
+                                         .among(0.0, 0.0, waits).recompute_s for d in devices))
             costs[block.kind] = (
                 forward, [backward + r for r in again],
                 [max(saved_bytes(block, *shape, d, job, mode, context, experts) for d in devices) for mode in MODES],

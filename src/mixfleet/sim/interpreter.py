@@ -614,6 +614,10 @@ class Pricing:
                 costs.append(held_cost(block, sizes[m], tokens, len(x.ranks), device, job, mode,
                                        whole / tokens, share, segments))
             mine = self._experts.share(block, self._entities[e].replica, len(ranks), action.mb)
+            talk = {phase: max(self._tensor_s(m, block, sizes[m], lengths[m], phase) for m in together)
+                    if len(ranks) > 1 else 0.0 for phase in ("forward", "backward")}
+            again = talk["forward"] if modes[i] == "full" else 0.0
+            costs = [c.among(talk["forward"], talk["backward"], again) for c in costs]
             forward += max(c.forward_s for c in costs)
             backward += max(c.backward_s for c in costs)
             weight += max(c.weight_s for c in costs)
@@ -628,8 +632,7 @@ class Pricing:
             if block.routed and (self._experts.shared or len(ranks) > 1):
                 expert += sum(max(self._expert_s(m, block, action.mb, sizes[m] * lengths[m], phase) for m in together)
                               for phase in phases)
-            tensor += sum(max(self._tensor_s(m, block, sizes[m], lengths[m], phase) for m in together)
-                          for phase in phases if len(ranks) > 1)
+            tensor += sum(talk[phase] for phase in phases)
             if len(parts) > 1:
                 tensor += sum(self._context_s(e, comm, micro_batch) for comm in block.context_comm
                               if (comm.phase == "forward" and (action.op == F or mode != "none"))
