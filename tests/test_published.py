@@ -88,7 +88,7 @@ def test_mixed_clusters_have_a_node_per_kind_on_gigabit_ethernet(tmp_path):
     ({"dtype": ""}, "precision is not stated"),
     ({"ep": "8"}, "expert parallelism inside data parallelism"),
     ({"other_settings": "MoE 128 experts top8"}, "mixture of experts"), ({"layers": ""}, "not a transformer"),
-    ({"other_settings": "LoRA rank 8"}, "frozen weights"), ({"dp": ""}, "dp is not stated"),
+    ({"other_settings": "QLoRA rank 8"}, "4-bit weights"), ({"dp": ""}, "dp is not stated"),
     ({"dp": "4"}, "dp * cp * tp * pp"), ({"global_batch": "7"}, "whole micro-batches"),
     ({"vocab": ""}, "vocab is not stated"), ({"heads": "four"}, "heads is not a number"),
     ({"vpp": "8"}, "more stages than layers"), ({"gpu": "Z9000"}, "unknown device"), ({"value": "0"}, "not positive"),
@@ -242,6 +242,25 @@ def test_dropout_keeps_masks_and_what_remains():
             for f in (Framework(), Framework(dropped=True))]
     more = {name: kept[1][name] / n for name, n in kept[0].items() if kept[1][name] != n}
     assert more == {"attention.probabilities": 2.5, "norm2.input": 2.0}
+
+
+def test_lora_trains_narrow_products_beside_frozen_ones(tmp_path):
+    """Rank 8 beside q, k, v, o (64 x 64 at 4 heads ...) and an MLP of 4 times the width, in 4 layers."""
+    plain, lora = case(tmp_path), case(tmp_path, other_settings="LoRA rank 8, PyTorch FSDP")
+    h = plain.job.model.hidden
+    trained = sum(p.count for b in lora.job.model.blocks for p in b.params if p.trainable)
+    assert trained == 4 * 8 * (4 * 2 * h + 2 * 5 * h)
+    ops = {op.name: op for op in lora.job.model.blocks[1].ops}
+    rows = 3 * 128
+    assert ops["mlp.up.lora_a"].flops.at(3, 128, 1) == 2 * rows * 8 * h
+    assert ops["mlp.up.lora_b"].flops.at(3, 128, 1) == 2 * rows * 8 * 4 * h
+    narrow = case(tmp_path, other_settings="LoRA", id="nemo-1.step").job.model
+    assert {p.name.partition(".lora")[0] for p in narrow.blocks[1].params if p.trainable} == {
+        "attention.q", "attention.k", "attention.v"}
+    ends = case(tmp_path, other_settings="LoRA (embeddings trained)").job.model
+    assert all(p.trainable for b in (ends.blocks[0], ends.blocks[-1]) for p in b.params)
+    scores = [published.score(c) for c in (plain, lora)]
+    assert scores[1].peak_bytes < scores[0].peak_bytes
 
 
 def test_recompute_that_only_the_settings_state(tmp_path):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -27,8 +27,8 @@ from mixfleet.cost.demand import TYPES
 from mixfleet.errors import InputError
 from mixfleet.job import Job, Optimizer
 from mixfleet.model.families import build
-from mixfleet.model.parts import ROWS, linear, norm
-from mixfleet.model.spec import Block, Model, Op, Saved, Size
+from mixfleet.model.parts import ROWS, elementwise, gemm, linear, norm
+from mixfleet.model.spec import Block, Model, Op, Param, Saved, Size
 from mixfleet.plan import Pipeline, Plan, Recompute, Sharding, Stage
 from mixfleet.sim import predict
 from mixfleet.units import GB, GiB
@@ -78,6 +78,11 @@ ASSUMED_SQUAD = 384
 """Tokens of a sample of SQuAD in NVIDIA's examples, where not stated."""
 MASKED = 20 / 128
 """Part of the positions that the head of BERT's pretraining sees: 20 of 128, 80 of 512 (Devlin et al., 2019)."""
+ASSUMED_RANK = 16
+"""Of LoRA, where not stated."""
+ADAPTED = ("attention.q", "attention.k", "attention.v", "attention.o", "mlp.gate", "mlp.up", "mlp.down")
+ADAPTED_BY = dict.fromkeys(("dgxc", "nemo", "mbridge"), ADAPTED[:3])
+"""Products that LoRA adapts, and those of NeMo's recipes."""
 NARROW = {"fp8": "fp8", "mxfp8": "fp8", "nvfp4": "fp4"}
 """Types of the layers' products in runs that keep all else in bf16, and the device's rate for them."""
 NARROWLY_KEPT = ("attention.input", "mlp.input", "mlp.inner_out")
@@ -105,7 +110,9 @@ MIXED_NIC_GBIT = 1.0
 
 _WORDS = ("use for ranking only", "do not score", "ambiguous", "a changed model", "step definition")
 """Warnings of the table itself."""
-_LACKS = {"LoRA": "frozen weights (LoRA)", "Adapter": "frozen weights (adapters)", "8bit": "8-bit optimizer state",
+_LACKS = {"QLoRA": "4-bit weights (QLoRA)", "Q-LoRA": "4-bit weights (QLoRA)",
+          "quantization=bnb": "4-bit weights (QLoRA)", "Adapter": "adapters of other kinds than LoRA",
+          "8bit": "8-bit optimizer state",
           "8-bit": "8-bit optimizer state", "optimizer in backward": "optimizer step inside backward",
           "offload": "offloading"}
 """In settings or model: what a job or plan has no words for."""
@@ -191,8 +198,12 @@ def case_of(run: str, metrics: Mapping[str, tuple[int, dict[str, str]]]) -> Case
               optimizer=Optimizer(name="sgd" if source in FORWARD_BACKWARD_ONLY else "adamw"))
     sharded = source == "finetune" and row["model"].startswith("Qwen")
     plan = plan_of(row, len(model.blocks), zero=3 if sharded else ASSUMED_ZERO.get(source, 0))
+    if "LoRA" in f"{settings} {row['model']}":
+        stated = re.search(r"LoRA rank (\d+)", settings)
+        whole = adapted(model, int(stated[1]) if stated else ASSUMED_RANK, ADAPTED_BY.get(source, ADAPTED))
+        job = job.replace(model=whole, frozen=unadapted(whole, is_rest_trained="embeddings trained" in settings))
     if narrow:
-        job = job.replace(model=narrowed(model, plan, cluster, job.seq_len, narrow))
+        job = job.replace(model=narrowed(job.model, plan, cluster, job.seq_len, narrow))
     step = _step_s(metrics, job, source, cluster)
     where = {} if step is None else {"step": step[0]}
     peak = metrics.get("peak_mem_gib")
@@ -288,6 +299,39 @@ def _part(op: Op, part: float) -> Op:
     return op.replace(shape={**op.shape, rows: part * op.shape[rows]}, flops=part * op.flops,
                       backward_flops=part * op.backward_flops, traffic=part * op.traffic,
                       backward_traffic=part * op.backward_traffic)
+
+
+def adapted(model: Model, rank: int, names: Sequence[str] = ADAPTED) -> Model:
+    """A model with a pair of narrow products beside those of `names` in its layers, as in LoRA (Hu et al., 2021):
+    y = W x + B A x, A [rank, in] and B [out, rank]."""
+    kinds: dict[str, Block] = {}
+    for block in model.blocks[1:-1]:
+        if block.kind in kinds:
+            continue
+        params, saved = list(block.params), list(block.saved)
+        ops: list[Op] = []
+        for op in block.ops:
+            ops.append(op)
+            if op.name not in names:
+                continue
+            m, n, k = (op.shape[x] for x in "mnk")
+            weight = next(p for p in block.params if p.name == f"{op.name}.weight")
+            params += [Param(name=f"{op.name}.lora_a", shape=(rank, weight.shape[1]), split=weight.split and 1),
+                       Param(name=f"{op.name}.lora_b", shape=(weight.shape[0], rank),
+                             split=0 if weight.split == 0 else None)]
+            ops += [gemm(f"{op.name}.lora_a", Size.of(1), m, Size.of(rank), k),
+                    gemm(f"{op.name}.lora_b", Size.of(1), m, n, Size.of(rank)),
+                    *elementwise(f"{op.name}.lora_add", m, n, (3, 1)).ops]
+            saved.append(Saved(name=f"{op.name}.lora_inner", size=rank * m, until="selective"))
+        kinds[block.kind] = block.replace(params=tuple(params), ops=tuple(ops), saved=tuple(saved))
+    layers = [kinds[b.kind].replace(name=b.name) for b in model.blocks[1:-1]]
+    return model.replace(blocks=(model.blocks[0], *layers, model.blocks[-1]))
+
+
+def unadapted(model: Model, *, is_rest_trained: bool) -> tuple[str, ...]:
+    """Names of what LoRA leaves as it is: all but its own products, or, if the rest is trained, those of the layers."""
+    blocks = model.blocks[1:-1] if is_rest_trained else model.blocks
+    return tuple(f"{b.name}/{p.name}" for b in blocks for p in b.params if not p.tied and ".lora_" not in p.name)
 
 
 def narrowed(model: Model, plan: Plan, cluster: Cluster, seq_len: int, dtype: str) -> Model:
@@ -428,9 +472,10 @@ def plan_of(row: dict[str, str], blocks: int, *, zero: int = 0) -> Plan:
 
 
 def _recompute(row: dict[str, str]) -> str:
-    """What the row states, if only among its settings."""
+    """What the row states, if only among its settings. Qwen's own scripts for fine-tuning switch checkpointing on."""
     named = re.search(r"\(\d+, (selective) (op)\)", row.get("other_settings", ""))
-    return row.get("recompute") or (f"{named[1]} ({named[2]})" if named else "")
+    checkpointing = "full" if "QwenLM" in row.get("source", "") else ""
+    return row.get("recompute") or (f"{named[1]} ({named[2]})" if named else checkpointing)
 
 
 def _cuts(row: dict[str, str], blocks: int, chunks: int) -> list[int]:
