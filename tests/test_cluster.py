@@ -234,7 +234,7 @@ def test_adapters_survive_the_cluster_file(tmp_path):
     assert [n.nics for n in found.nodes] == [4, 4, 2]
     found.save(tmp_path / "d.yaml")
     assert Cluster.load(tmp_path / "d.yaml").nodes == found.nodes
-    assert found.nodes[0].adapter(7, "out") == ("a-0:nic3:out", 12.5e9, "nic")
+    assert found.nodes[0].adapter(7, "out") == ("a-0:nic3:out", 12.5e9, "EFA 1")
     text.write_text(text.read_text().replace("nics: 2", "nics: 0"))
     with pytest.raises(InputError, match="nics is 0"):
         Cluster.load(text)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mixfleet.catalog.efficiency import COLLECTIVE_S, MESSAGE_CPU_S, NVLS_RATE, SEND_S, STAGED_BPS
+from mixfleet.catalog.efficiency import COLLECTIVE_S, MESSAGE_CPU_S, NVLS_RATE, SEND_S, STAGED_BPS, STAGED_FAR_BPS
 from mixfleet.cluster import Cluster, Device, Link, Node
 from mixfleet.cost import network
 from mixfleet.errors import InputError
@@ -53,8 +53,11 @@ def test_ring_over_nodes_crosses_each_nic_once():
     transfer = network.collective("all_gather", 6e9, (4, 0, 3, 1), cluster(3, 2), "ring")
     found = loads(transfer)
     assert found["n0:nic:out"] == found["n1:nic:in"] == found["n1:nic:out"] == found["n0:0:out"] == 4.5e9
-    # hops 0-1 and 3-4 inside (1 us), 1-3 and 4-0 across (6 us); a piece makes all hops but the shortest
-    assert transfer.latency_s == pytest.approx(COLLECTIVE_S["gpu"] + 13e-6)
+    # hops 0-1 and 3-4 inside (1 us), 1-3 and 4-0 across (6 us); a piece makes all hops but the shortest, and a network
+    # carries its whole rate once a message is five latencies of it long
+    assert transfer.latency_s == pytest.approx(COLLECTIVE_S["gpu"] + 1e-6 + 5 * 12e-6)
+    alone = network.collective("all_gather", 6e9, (0, 3), cluster(3, 2), "ring")  # two hops across, less the shortest
+    assert alone.latency_s == pytest.approx(COLLECTIVE_S["gpu"] + 5 * 6e-6)
 
 
 def test_hierarchical_reduces_inside_before_it_crosses():
@@ -73,7 +76,7 @@ def test_tree_uses_both_directions_and_few_steps():
     assert found["n0:1:out"] == found["n0:1:in"] == pytest.approx(2 * 8e9 + 8e9 / 3)
     assert found["n1:2:out"] == found["n1:2:in"] == pytest.approx(8e9 + 8e9 / 3)
     assert found["n0:nic:out"] == found["n1:nic:in"] == 8e9
-    assert transfer.latency_s == pytest.approx(COLLECTIVE_S["gpu"] + 2 * (2e-6 + 6e-6))
+    assert transfer.latency_s == pytest.approx(COLLECTIVE_S["gpu"] + 2 * (2e-6 + 5 * 6e-6))
     down = network.collective("broadcast", 8e9, range(6), cluster(3, 3), "tree")
     assert loads(down)["n0:1:out"] == loads(down)["n0:1:in"] == pytest.approx(8e9 + 8e9 / 3)
     assert loads(down)["n0:nic:out"] == 8e9
@@ -196,8 +199,26 @@ def test_cards_without_peer_access_share_the_memory_of_the_host():
     transfer = network.collective("all_gather", 8e9, range(4), cluster(4, device=card, link="pcie"), "ring")
     assert loads(transfer)["n0:host"] == 4 * 6e9
     assert transfer.alone_s - transfer.latency_s == pytest.approx(24e9 / STAGED_BPS)
-    assert "n0:host" not in loads(network.collective("all_gather", 8e9, range(2), cluster(2, device=card, link="pcie")))
+    pair = network.collective("all_gather", 8e9, range(2), cluster(2, device=card, link="pcie"))
+    assert loads(pair)["n0:host"] == 2 * 4e9
+    far = network.collective("all_gather", 8e9, range(8), cluster(8, device=card, link="pcie"), "ring")
+    assert far.alone_s - far.latency_s == pytest.approx(8 * 7e9 / STAGED_FAR_BPS)
+    reached = GPU.replace(name="L40S")  # a pair of these has peer access
+    assert "n0:host" not in loads(network.collective("all_gather", 8e9, range(2), cluster(2, device=reached,
+                                                                                          link="pcie")))
     assert "n0:host" not in loads(network.collective("all_gather", 8e9, range(4), cluster(4, link="pcie")))
+
+
+def test_the_rate_between_nodes_grows_with_the_message():
+    """Effective rates rise from size to size to what the ports allow."""
+    hopper = cluster(8, 8, device=GPU.replace(arch="Hopper GH100"), link="nvlink", nic=400e9)
+    for op in ("all_reduce", "all_gather", "all_to_all"):
+        seconds = [network.collective_s(op, 2.0**i, range(16), hopper) for i in range(10, 36)]
+        rates = [2.0**i / s for i, s in zip(range(10, 36), seconds)]
+        assert seconds == sorted(seconds)
+        assert rates == sorted(rates)
+        assert rates[-1] / rates[-4] < 1.1  # the port sets the pace
+        assert rates[-1] / rates[11] > 1.5  # 2 MiB do not fill the network
 
 
 def test_unknown_names_are_refused_with_the_known_ones():

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from mixfleet.catalog.devices import device_fields, link_peers, names
-from mixfleet.catalog.instances import NIC_LATENCY_S, instance_named
+from mixfleet.catalog.instances import NIC_LATENCY_S, instance_named, nic_latency_s
 from mixfleet.cluster import BlockTime, Cluster, Device, KernelTime, Link, Node
 from mixfleet.errors import InputError, unknown
 from mixfleet.files import FORMAT_KEY, VERSIONS, Document, Keys, decode, read_spec, write_yaml
@@ -221,7 +221,8 @@ def _nodes(doc: Document, keys: Keys, form: _NodeForm, alone: bool) -> Iterator[
         price = None if shape.price_per_hour is None else shape.price_per_hour / shape.size
         devices = [one.replace(price_per_hour=price)] * shape.size
         host_memory, link = host_memory or shape.host_memory_bytes, link or shape.link
-        nic, nics = Link(name="nic", latency_s=NIC_LATENCY_S, bandwidth_Bps=shape.nic_gbps * GB / 8), shape.nics
+        nics = shape.nics
+        nic = Link(name=shape.nic, latency_s=nic_latency_s(shape.nic), bandwidth_Bps=shape.nic_gbps * GB / 8)
     else:
         several = isinstance(form.devices, tuple)
         for i, entry in enumerate(form.devices if isinstance(form.devices, tuple) else (form.devices,)):

@@ -111,6 +111,7 @@ def cluster_of(gpu: str, nodes: int, per_node: int, wires: str) -> Cluster:
     gbit = nic_gbit(wires, gpu) or 100.0
     size = max(per_node, 4 if "Slingshot" in wires and gpu.startswith("GH") else 8) if nodes > 1 else per_node
     name = next((known for known in ("EFA", "Slingshot") if known in wires), "nic")
+    name += " 1" if re.search(r"EFA \d+x100G", wires) else ""
     return Cluster(name="measured", nodes=tuple(
         Node(name=f"n{i}", devices=(device,) * size, link=link, nics=size,
              nic=Link(name=name, latency_s=nic_latency_s(name), bandwidth_Bps=gbit * GB / 8)) for i in range(nodes)))

@@ -59,6 +59,8 @@ class Protocol(NamedTuple):
     """Latency of a hop as a part of the link's."""
     wire: float
     """Bytes on the wire per byte of payload."""
+    across: float = 1.0
+    """As `latency`, of a hop between nodes."""
 
 
 LINK_EFFICIENCY: tuple[tuple[str, float], ...] = (
@@ -74,19 +76,28 @@ PROTOCOLS: dict[str, Protocol] = {
     "ll": Protocol(0.32, 0.25, 2.2),
 }
 """NCCL's ways to move a piece (Hu et al., 2025): whole buffers behind a fence; lines of 128 bytes of which 8 are a
-flag, on NVLink only; words of 8 bytes of which 4 are a flag. Chosen with `COLLECTIVE_S`, `NETWORK_LATENCY`, `NVLS_RATE`
-and `OWN_PART` on measured collectives (docs/accuracy.md), from NCCL's own table of latencies."""
-NETWORK_LATENCY: dict[str, float] = {"simple": 1.0, "ll128": 0.9, "ll": 0.56}
-"""The same where hops go through a network, whose own latency no protocol shortens."""
+flag, on NVLink only; words of 8 bytes of which 4 are a flag. Chosen with `COLLECTIVE_S`, `NETWORK_PROTOCOLS`,
+`NVLS_RATE` and `OWN_PART` on measured collectives (docs/accuracy.md), from NCCL's own table of latencies."""
+NETWORK_PROTOCOLS: dict[str, Protocol] = {
+    "simple": Protocol(1.0, 1.0, 1.0, 5.0),
+    "filling": Protocol(0.58, 1.0, 2.0, 2.75),
+    "ll": Protocol(0.32, 0.32, 12.0, 1.1),
+}
+"""The same where hops go through a network. A network carries its whole rate only once many pieces are under way, for
+which a message must be long: the line of `simple` begins at several latencies of the hops between nodes, and `filling`
+is the one that it touches halfway. So the rate grows smoothly, and the time never falls, with the bytes."""
 
 NVLS_RATE = 0.82
 """Rate of a switch that reduces, as a part of what transfers over the same links reach."""
 OWN_PART = 0.36
 """What a rank's own 1/n of a buffer costs in a ring over NVLink: its copy is made by the kernel that also sends."""
-STAGED_BPS = 16e9
-"""Bytes per second through the memory of a host whose PCIe cards cannot reach each other."""
+STAGED_BPS, STAGED_FAR_BPS, STAGED_NEAR = 21e9, 12e9, 4
+"""Bytes per second through the memory of a host whose PCIe cards cannot reach each other: of as many cards as one
+socket has, and of more, which pass the link between sockets. From calls of 2, 4 and 8 L40S, and of 2 RTX 6000 Ada."""
 STAGED = ("RTX", "TitanRTX", "L4", "L40", "A10G", "T4")
-"""Cards, by the start of their names, for which drivers or clouds do not offer peer access over PCIe."""
+"""Cards, by the start of their names, for which drivers or clouds do not offer peer access over PCIe,"""
+STAGED_PAIRS = ("RTX", "TitanRTX")
+"""and those that do not reach each other even as a pair of one machine."""
 
 COLLECTIVE_S: dict[str, float] = {"gpu": 25e-6, "cpu": 100e-6}
 """Seconds of a collective call that depend neither on bytes nor on ranks."""

@@ -14,8 +14,9 @@ from mixfleet.units import GB, GiB
 
 NIC_LATENCY_S = 7e-6
 """Per adapter passed, two per transfer. Source: 14 us per hop, ring and simple protocol, in NCCL's tuning table."""
-NIC_LATENCIES_S = (("efa", 14e-6), ("slingshot", 10e-6))
-"""Of slower networks, by a word of their name: medians of NCCL calls below 1 MB, which go through libfabric."""
+NIC_LATENCIES_S = (("efa 1", 32e-6), ("efa", 14e-6), ("slingshot", 6e-6))
+"""Of other networks, by a word of their name: medians of NCCL calls below 1 MB, which go through libfabric. EFA's first
+generation is that of machines with 100 Gb/s adapters."""
 
 
 def nic_latency_s(name: str) -> float:
@@ -36,6 +37,8 @@ class Instance(NamedTuple):
     """`nvlink` or `pcie` where the device's default is not what the machine has."""
     nics: int = 1
     """Adapters for collectives, each next to as many devices; those that one device has to itself count as one."""
+    nic: str = "nic"
+    """Name of the adapters, which tells their latency and the part of their rate that transfers reach."""
 
 
 _AWS = "AWS EC2 instance type page"
@@ -48,13 +51,13 @@ _NV = "NVIDIA system data sheet"
 INSTANCES: dict[str, Instance] = {
     "p3.8xlarge": Instance("V100-SXM2-16GB", 4, 10, 244 * GiB, _AWS_PRICE, 12.24),
     "p3.16xlarge": Instance("V100-SXM2-16GB", 8, 25, 488 * GiB, _AWS_PRICE, 24.48),
-    "p3dn.24xlarge": Instance("V100-SXM2-32GB", 8, 100, 768 * GiB, _AWS_PRICE, 31.212),
-    "p4d.24xlarge": Instance("A100-SXM4-40GB", 8, 400, 1152 * GiB, _AWS_PRICE, 32.7726, nics=4),
-    "p4de.24xlarge": Instance("A100-SXM4-80GB", 8, 400, 1152 * GiB, _AWS_PRICE, 40.9657, nics=4),
-    "p5.48xlarge": Instance("H100-SXM", 8, 3200, 2048 * GiB, _AWS_PRICE, 98.32, nics=8),
-    "p5e.48xlarge": Instance("H200-SXM", 8, 3200, 2048 * GiB, _AWS, nics=8),
-    "p5en.48xlarge": Instance("H200-SXM", 8, 3200, 2048 * GiB, _AWS, nics=8),
-    "p6-b200.48xlarge": Instance("B200-SXM", 8, 3200, 2048 * GiB, _AWS, nics=8),
+    "p3dn.24xlarge": Instance("V100-SXM2-32GB", 8, 100, 768 * GiB, _AWS_PRICE, 31.212, nic="EFA 1"),
+    "p4d.24xlarge": Instance("A100-SXM4-40GB", 8, 400, 1152 * GiB, _AWS_PRICE, 32.7726, nics=4, nic="EFA 1"),
+    "p4de.24xlarge": Instance("A100-SXM4-80GB", 8, 400, 1152 * GiB, _AWS_PRICE, 40.9657, nics=4, nic="EFA 1"),
+    "p5.48xlarge": Instance("H100-SXM", 8, 3200, 2048 * GiB, _AWS_PRICE, 98.32, nics=8, nic="EFA 2"),
+    "p5e.48xlarge": Instance("H200-SXM", 8, 3200, 2048 * GiB, _AWS, nics=8, nic="EFA 2"),
+    "p5en.48xlarge": Instance("H200-SXM", 8, 3200, 2048 * GiB, _AWS, nics=8, nic="EFA 3"),
+    "p6-b200.48xlarge": Instance("B200-SXM", 8, 3200, 2048 * GiB, _AWS, nics=8, nic="EFA 4"),
     "g4dn.12xlarge": Instance("T4", 4, 50, 192 * GiB, _AWS_PRICE, 3.912),
     "g4dn.metal": Instance("T4", 8, 100, 384 * GiB, _AWS_PRICE, 7.824),
     "g5.12xlarge": Instance("A10G", 4, 40, 192 * GiB, _AWS_PRICE, 5.672),

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 DEVICE, SOURCE, BACKEND, PIPELINE, DEMAND, SHAPE, ALIKE = 0.2, 0.1, 0.1, 0.2, 0.1, 0.1, 0.2
 """Standard deviations of log(measured / predicted) between relatives: of the whole device, of a source, of a backend
 and type, of each pipeline's part of the bound, of a kind of demand, of a shape, and of kernels that fall into the same
-leaves. Chosen on 16-bit products with devices left out; few measurements and many are equally good within a factor of
-two of them."""
+leaves. Chosen on 16-bit products and norms with devices left out; few measurements and many are equally good within a
+factor of two of them."""
 NOISES = (0.05, 0.1)
 """Standard deviation of log(measured / predicted) that no device's deviation explains, and"""
 SCALES = (0.3, 1.0, 2.0)

@@ -25,15 +25,19 @@ from mixfleet.catalog.efficiency import (
     COLLECTIVE_S,
     LINK_EFFICIENCY,
     MESSAGE_CPU_S,
-    NETWORK_LATENCY,
+    NETWORK_PROTOCOLS,
     NVLS_RATE,
     OWN_PART,
     PROTOCOLS,
     SEND_S,
     STAGED,
     STAGED_BPS,
+    STAGED_FAR_BPS,
+    STAGED_NEAR,
+    STAGED_PAIRS,
     SUM_CPU_S,
     TURN_S,
+    Protocol,
 )
 from mixfleet.cluster import Cluster, Device, Port
 from mixfleet.errors import unknown
@@ -377,9 +381,10 @@ def _analyse(op: str, group: tuple[int, ...], cluster: Cluster) -> dict[str, lis
     if op == "all_to_all" or is_cpu:
         shape = _direct(op, group, cluster)
         if is_cpu:
-            return {"direct": [Transfer(shape.calls * COLLECTIVE_S["cpu"] + shape.hops_s, shape.demands, shape.fixed,
+            latency_s = shape.calls * COLLECTIVE_S["cpu"] + shape.hops_s + shape.across_s
+            return {"direct": [Transfer(latency_s, shape.demands, shape.fixed,
                                         shape.calls * _turn_s(group, cluster))]}
-        return {"direct": [shape.by(protocol, far=len(nodes) > 1) for protocol in ("simple", "ll")]}
+        return {"direct": shape.ways(("simple", "ll"))}
     shapes = {"ring": _ring(op, group, cluster)}
     if op in ("all_reduce", "broadcast"):
         shapes["tree"] = _tree(op, group, cluster)
@@ -388,11 +393,10 @@ def _analyse(op: str, group: tuple[int, ...], cluster: Cluster) -> dict[str, lis
     wires = {cluster.nodes[cluster.node_of[rank]].link.name.lower() for rank in group}
     is_nvlink = all("nvlink" in name for name in wires)
     own = 1 + OWN_PART / (_PASSES[op] * (len(group) - 1)) if is_nvlink and len(nodes) == 1 else 1.0
-    far = len(nodes) > 1
-    found = {name: [shape.by(protocol, own, far=far) for protocol in PROTOCOLS if protocol != "ll128" or is_nvlink]
-             for name, shape in shapes.items()}
+    near = [protocol for protocol in PROTOCOLS if protocol != "ll128" or is_nvlink]
+    found = {name: shape.ways(near, own) for name, shape in shapes.items()}
     if op == "all_reduce" and is_nvlink and all(_sums(ranks, cluster) for ranks in nodes):
-        found["switch"] = [_switch(nodes, cluster)]
+        found["switch"] = _switch(nodes, cluster)
     return found
 
 
@@ -410,19 +414,26 @@ def _by_node(group: Sequence[int], cluster: Cluster) -> list[tuple[int, ...]]:
 
 
 class _Shape(NamedTuple):
-    """An algorithm in a group: calls one after another, latency of all hops, and bytes per port."""
+    """An algorithm in a group: calls one after another, latency of the hops inside nodes and of those between them, and
+    bytes per port."""
 
     calls: int
     hops_s: float
+    across_s: float
     demands: tuple[tuple[str, float, float], ...]
     fixed: tuple[tuple[str, float], ...]
 
-    def by(self, protocol: str, own: float = 1.0, *, far: bool = False) -> Transfer:
-        """In a protocol; `own` adds what a rank's own part costs, `far` says that hops between nodes set the pace."""
-        how = PROTOCOLS[protocol]
-        latency = NETWORK_LATENCY[protocol] if far else how.latency
-        return Transfer(self.calls * how.call * COLLECTIVE_S["gpu"] + latency * self.hops_s,
+    def by(self, how: Protocol, own: float = 1.0) -> Transfer:
+        """In a protocol; `own` adds what a rank's own part costs."""
+        latency_s = how.latency * self.hops_s + how.across * self.across_s
+        return Transfer(self.calls * how.call * COLLECTIVE_S["gpu"] + latency_s,
                         tuple((port, rate, part * how.wire * own) for port, rate, part in self.demands))
+
+    def ways(self, near: Sequence[str], own: float = 1.0) -> list[Transfer]:
+        """In each protocol that it can use: those of `near`, or where it crosses a network, those of networks."""
+        if self.across_s:
+            return [self.by(how) for how in NETWORK_PROTOCOLS.values()]
+        return [self.by(PROTOCOLS[name], own) for name in near]
 
 
 class _Load:
@@ -480,8 +491,10 @@ class _Load:
         node = self.cluster.nodes[self.cluster.node_of[rank]]
         if device.kind == "cpu":
             self.add(Port(f"{node.name}:loopback", node.link.bandwidth_Bps, node.link.name), nbytes)
-        elif len(node.devices) > 2 and "pcie" in node.link.name.lower():
-            self.add(Port(f"{node.name}:host", STAGED_BPS), nbytes)
+        elif "pcie" in node.link.name.lower():
+            cards = len(node.devices)
+            if cards > 2 or device.known_as.startswith(STAGED_PAIRS):
+                self.add(Port(f"{node.name}:host", STAGED_BPS if cards <= STAGED_NEAR else STAGED_FAR_BPS), nbytes)
 
     def add(self, port: Port, nbytes: float) -> None:
         self.bytes[self.ports.number(port)] += nbytes
@@ -491,9 +504,9 @@ class _Load:
         return Transfer(latency_s, tuple([(names[p], capacities[p], nbytes) for p, nbytes in self.bytes.items()]),
                         tuple([(names[p], work) for p, work in self.fixed.items()]), turn_s)
 
-    def shape(self, hops_s: float, calls: int = 1) -> _Shape:
+    def shape(self, hops_s: float, across_s: float, calls: int = 1) -> _Shape:
         load = self.transfer(0.0)
-        return _Shape(calls, hops_s, load.demands, load.fixed)
+        return _Shape(calls, hops_s, across_s, load.demands, load.fixed)
 
 
 def _ring(op: str, group: tuple[int, ...], cluster: Cluster) -> _Shape:
@@ -502,9 +515,12 @@ def _ring(op: str, group: tuple[int, ...], cluster: Cluster) -> _Shape:
     passes = _PASSES[op]
     part = 1.0 if op == "broadcast" else passes * (n - 1) / n
     nodes = {cluster.node_of[ranks[0]]: ranks for ranks in _by_node(group, cluster)}
-    hops = [load.hop(a, b, part, nodes[cluster.node_of[a]], nodes[cluster.node_of[b]])
-            for a, b in zip(group, (*group[1:], group[0]))]
-    return load.shape(passes * (sum(hops) - min(hops)))
+    ways = list(zip(group, (*group[1:], group[0])))
+    hops = [load.hop(a, b, part, nodes[cluster.node_of[a]], nodes[cluster.node_of[b]]) for a, b in ways]
+    across_s = sum(s for s, (a, b) in zip(hops, ways) if cluster.node_of[a] != cluster.node_of[b])
+    if len(nodes) == len(group):
+        return load.shape(0.0, passes * (across_s - min(hops)))
+    return load.shape(passes * (sum(hops) - across_s - min(hops)), passes * across_s)
 
 
 def _tree(op: str, group: tuple[int, ...], cluster: Cluster) -> _Shape:
@@ -521,7 +537,7 @@ def _tree(op: str, group: tuple[int, ...], cluster: Cluster) -> _Shape:
         for a, b in pairwise(ranks) if reduces else ():
             load.hop(b, a, 1.0)
     across = _across(load, nodes, 2 * (len(nodes) - 1) / len(nodes) if reduces else 1.0)
-    return load.shape(_PASSES[op] * (inside + ceil(log2(len(nodes))) * across))
+    return load.shape(_PASSES[op] * inside, _PASSES[op] * ceil(log2(len(nodes))) * across)
 
 
 def _across(load: _Load, nodes: list[tuple[int, ...]], part: float) -> float:
@@ -537,7 +553,7 @@ def _across(load: _Load, nodes: list[tuple[int, ...]], part: float) -> float:
     return latency_s
 
 
-def _switch(nodes: list[tuple[int, ...]], cluster: Cluster) -> Transfer:
+def _switch(nodes: list[tuple[int, ...]], cluster: Cluster) -> list[Transfer]:
     """An all-reduce in the switch of each node (NVLink SHARP), and by trees across nodes.
 
     Each of n ranks asks the switch for the sum of its 1/n and hands that to all through it: its buffer goes out once
@@ -550,7 +566,8 @@ def _switch(nodes: list[tuple[int, ...]], cluster: Cluster) -> Transfer:
             load.hop(a, b, part)
     inside = max(cluster.path(ranks[0], ranks[1]).latency_s for ranks in nodes)
     across = _across(load, nodes, 2 * (len(nodes) - 1) / len(nodes))
-    return load.transfer(COLLECTIVE_S["gpu"] + 2 * (2 * inside + ceil(log2(len(nodes))) * across))
+    shape = load.shape(4 * inside, 2 * ceil(log2(len(nodes))) * across)
+    return shape.ways(("simple",))
 
 
 def _hierarchical(op: str, nodes: list[tuple[int, ...]], cluster: Cluster) -> _Shape:
@@ -569,7 +586,7 @@ def _hierarchical(op: str, nodes: list[tuple[int, ...]], cluster: Cluster) -> _S
     for rail in rails:
         hops = [load.hop(a, b, passes * (count - 1) / count / per_node) for a, b in zip(rail, (*rail[1:], rail[0]))]
         across = max(across, sum(hops) - min(hops))
-    return load.shape(passes * (inside + across), passes + 1)
+    return load.shape(passes * inside, passes * across, passes + 1)
 
 
 def _direct(op: str, group: tuple[int, ...], cluster: Cluster) -> _Shape:
@@ -579,7 +596,7 @@ def _direct(op: str, group: tuple[int, ...], cluster: Cluster) -> _Shape:
     """
     load, n = _Load(cluster), len(group)
     passes = 2 if op == "broadcast" else _PASSES.get(op, 1)
-    latency, each = 0.0, (n - 1) / n
+    latency, far, each = 0.0, 0.0, (n - 1) / n
     for a, b in zip(group, (*group[1:], group[0])):
         out, *_, into = cluster.path(a, b).ports
         load.add(out, passes * each)
@@ -593,10 +610,10 @@ def _direct(op: str, group: tuple[int, ...], cluster: Cluster) -> _Shape:
         for other in nodes:
             if mine is not other:
                 path = cluster.path(mine[0], other[0])
-                latency = max(latency, path.latency_s)
+                far = max(far, path.latency_s)
                 part = passes * len(mine) * len(other) / n
                 for port in path.ports[1:-1]:
                     load.add(port, part)
                 load.spread(mine[0], mine, "out", part)
                 load.spread(other[0], other, "in", part)
-    return load.shape(passes * latency, passes)
+    return load.shape(0.0 if far else passes * latency, passes * far, passes)
