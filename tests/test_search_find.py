@@ -367,6 +367,21 @@ def test_samples_fall_to_replicas_by_speed():
     assert shares_of(2, (1.0, 1.0, 1.0)) is None
 
 
+def test_bounds_hold_for_uneven_stages_in_a_v_and_in_two_directions():
+    rng = random.Random(1)
+    work, where = job(layers=14, batch=12), cluster([FAST, SLOW, MID], [MID], nic=3e9)
+    tables, seen = Tables(work, where), []
+    for _ in range(6):
+        cuts = (0, *sorted(rng.sample(range(2, 15), 3)), 16)
+        plan = placed((1,) * 4, cuts, rng.sample(range(4), 4), 12, rng.choice([1, 2, 3]))
+        for name in ("dualpipe-v", "zb-v", "chimera", "dualpipe"):
+            other = laid(plan, name)
+            if not isinstance(other, str) and why_not(other, work, where) is None:
+                assert bound_s(tables, other) <= predict(other, work, where, sent=False).step_s
+                seen.append(name)
+    assert len({*seen}) == 4
+
+
 def test_bounds_of_replicated_stages_are_below_what_is_simulated():
     rng = random.Random(4)
     work, where = job(layers=6, batch=10, clip_norm=0.0), cluster([FAST, SLOW, MID], [MID, MID], nic=3e9)
