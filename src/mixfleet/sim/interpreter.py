@@ -616,7 +616,7 @@ class Pricing:
             mine = self._experts.share(block, self._entities[e].replica, len(ranks), action.mb)
             talk = {phase: max(self._tensor_s(m, block, sizes[m], lengths[m], phase) for m in together)
                     if len(ranks) > 1 else 0.0 for phase in ("forward", "backward")}
-            again = talk["forward"] if modes[i] == "full" else 0.0
+            again = talk["forward"] if mode == "full" else 0.0
             costs = [c.among(talk["forward"], talk["backward"], again) for c in costs]
             forward += max(c.forward_s for c in costs)
             backward += max(c.backward_s for c in costs)
