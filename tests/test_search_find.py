@@ -452,10 +452,11 @@ def test_experts_are_shared_where_a_replica_cannot_hold_all():
     model = build({"layers": 12, "hidden": 1024, "heads": 16, "vocab": 8000, "max_seq_len": 2048, "experts": 16,
                    "expert_ffn": 4096})
     work = Job(name="routed", model=model, seq_len=512, global_batch=32, precision="bf16")
-    found = find(work, cluster([device("gpu", 100, 24)] * 8, nic=2e10), top=2)
+    where = cluster([device("gpu", 100, 24)] * 8, nic=2e10)
+    found = find(work, where, top=2)
     best = found.plans[0]
     assert best.plan.expert > 1
     assert "experts shared by" in best.summary
     assert any("replicas share the routed experts" in line for line in found.why)
-    whole = predict(best.plan.replace(expert=1, expert_shares=()), work, cluster([device("gpu", 100, 24)] * 8, nic=2e10))
+    whole = predict(best.plan.replace(expert=1, expert_shares=()), work, where)
     assert not whole.fits or whole.step_s > best.prediction.step_s
