@@ -2,7 +2,9 @@
 
 All contenders train the same model on equally many samples in the same processes, in turns, so that whatever else the
 machine does meets all of them; the best turn of each counts. Bounds: 1 on equal processes (as fast as a hand-written
-loop), 4/3 where one process owns a core and two share another (24 + 12 + 12 samples against 16 + 16 + 16).
+loop), 4/3 where one process owns a core and two share another (24 + 12 + 12 samples against 16 + 16 + 16), and 7/3
+where quotas give them 1/4, 1/2 and all of a core (6 + 12 + 24 against 14 each). There state lies the other way round,
+most of it on the slowest, and the other bound is what each does alone, without a word to the others, added up.
 """
 
 from __future__ import annotations
@@ -11,7 +13,9 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from benchmarks import Figure
@@ -20,8 +24,10 @@ ROUNDS, STEPS = 4, 2
 FIGURES = {"layers": 6, "hidden": 256, "heads": 4, "vocab": 1024, "max_seq_len": 128}
 
 
-def contenders(process: int, world: int, shares: list[int], sharded: bool) -> dict[str, Callable[[int], None]]:
-    """Name -> one training step, for torch's even split and for mixfleet with `shares` samples per process."""
+def contenders(process: int, world: int, shares: list[int], sharded: bool, state: list[int]
+               ) -> dict[str, Callable[[int], None]]:
+    """Name -> one training step, for torch's even split, for mixfleet with `shares` samples and `state` per process
+    (empty: equal parts), and for the same samples alone, without communication."""
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -43,7 +49,8 @@ def contenders(process: int, world: int, shares: list[int], sharded: bool) -> di
     cluster = Cluster(name="bench", nodes=(Node(name="here", devices=(device,) * world, link=link, nic=link),))
     blocks = len(job.model.blocks)
     degree = world if sharded else 1
-    plan = Plan(sharding=Sharding(weights=degree, gradients=degree, optimizer=degree), pipelines=tuple(
+    plan = Plan(sharding=Sharding(weights=degree, gradients=degree, optimizer=degree, shares=tuple(state)),
+                pipelines=tuple(
         Pipeline(stages=(Stage(blocks=(0, blocks), devices=(r,)),), samples=n, micro_batch=n)
         for r, n in enumerate(shares)))
     rank = Rank(plan, job, cluster, DecoderSource(job), process)
@@ -64,6 +71,7 @@ def contenders(process: int, world: int, shares: list[int], sharded: bool) -> di
             return loss / (even * job.seq_len)
 
     model: nn.Module = Chain()
+    alone = Chain() if state else model
     if sharded:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
@@ -84,6 +92,16 @@ def contenders(process: int, world: int, shares: list[int], sharded: bool) -> di
         optimizer.step()
         optimizer.zero_grad()
 
+    by_itself = torch.optim.AdamW(alone.parameters(), lr=rule.lr, betas=rule.betas, weight_decay=rule.weight_decay,
+                                  fused=True) if state else None
+
+    def lonely_step(step: int) -> None:
+        assert by_itself is not None
+        inputs, targets = ours[step][0][:2]
+        alone(inputs, targets).backward()
+        by_itself.step()
+        by_itself.zero_grad()
+
     def our_step(step: int) -> None:
         rank.interpreter.step(ours[step], rule.lr)
 
@@ -94,18 +112,21 @@ def contenders(process: int, world: int, shares: list[int], sharded: bool) -> di
             dist.barrier()
         return steps
 
-    return {"torch": finished(torch_step), "mixfleet": finished(our_step)}
+    return {"torch": finished(torch_step), "mixfleet": finished(our_step)} | ({"alone": lonely_step} if state else {})
 
 
-def _process(process: int, cores: list[int], shares: list[int], sharded: bool, rendezvous: str, pipe: Any) -> None:
+def _process(process: int, cores: list[int], shares: list[int], sharded: bool, state: list[int], group: str,
+             rendezvous: str, pipe: Any) -> None:
     os.sched_setaffinity(0, {cores[process]})
+    if group:
+        Path(group, "cgroup.procs").write_text(str(os.getpid()))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=rendezvous, rank=process, world_size=len(cores))
-    steps = contenders(process, len(cores), shares, sharded)
+    steps = contenders(process, len(cores), shares, sharded, state)
     best = dict.fromkeys(steps, float("inf"))
     for run in steps.values():
         run(0)
@@ -115,18 +136,47 @@ def _process(process: int, cores: list[int], shares: list[int], sharded: bool, r
             for step in range(1 + turn * STEPS, 1 + (turn + 1) * STEPS):
                 run(step)
             best[name] = min(best[name], (time.perf_counter() - start) / STEPS)
+            dist.barrier()
+    if "alone" in best:  # seconds in which all together do a batch
+        speed = torch.tensor(shares[process] / best["alone"], dtype=torch.float64)
+        dist.all_reduce(speed)
+        best["alone"] = sum(shares) / speed.item()
     if process == 0:
         pipe.send(best)
     dist.barrier()
     os._exit(0)
 
 
-def measure(cores: list[int], shares: list[int], sharded: bool) -> dict[str, float]:
+@contextmanager
+def quotas(parts: Sequence[float]) -> Iterator[list[str]]:
+    """A cgroup for each part of a core; none of them if this machine has no such groups to make."""
+    from mixfleet.testbed.kernel import probe
+
+    found = probe()
+    if not found.cpu or found.unified:
+        yield []
+        return
+    groups = [Path(found.cpu, f"mixfleet-bench-{os.getpid()}-{i}") for i in range(len(parts))]
+    try:
+        for group, part in zip(groups, parts):
+            group.mkdir()
+            (group / "cpu.cfs_period_us").write_text("20000")
+            (group / "cpu.cfs_quota_us").write_text(str(round(20000 * part)))
+        yield [str(group) for group in groups]
+    finally:
+        for group in groups:
+            if group.exists():
+                group.rmdir()
+
+
+def measure(cores: list[int], shares: list[int], sharded: bool, state: list[int] | None = None,
+            groups: Sequence[str] = ()) -> dict[str, float]:
     """Best seconds per step of each contender."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as directory:
-        ranks = [context.Process(target=_process, args=(r, cores, shares, sharded, f"file://{directory}/r", there))
+        ranks = [context.Process(target=_process, args=(r, cores, shares, sharded, state or [], groups[r] if groups
+                                                             else "", f"file://{directory}/r", there))
                  for r in range(len(cores))]
         for rank in ranks:
             rank.start()
@@ -147,3 +197,21 @@ def figures() -> Iterator[Figure]:
         ratio = best["torch"] / best["mixfleet"]
         yield Figure(what, f"{ratio:.2f} ({best['torch'] * 1e3:.0f} ms beside {best['mixfleet'] * 1e3:.0f} ms)",
                      f"at least {target} (bound {bound})", ratio >= target)
+    yield from unequal()
+
+
+def unequal() -> Iterator[Figure]:
+    """Processes of 1/4, 1/2 and a whole core, with memory the other way round."""
+    a, b = sorted(os.sched_getaffinity(0))[:2]
+    with quotas((0.25, 0.5, 1.0)) as groups:
+        if not groups:
+            print("unequal processes: no cgroup for CPU time can be made here, so they are left out")
+            return
+        best = measure([b, b, a], [6, 12, 24], True, [4, 2, 1], groups)
+    ratio, part = best["torch"] / best["mixfleet"], best["alone"] / best["mixfleet"]
+    yield Figure("planned split and state beside FSDP2's even, CPU shares 1:2:4, memory reversed",
+                 f"{ratio:.2f} ({best['torch'] * 1e3:.0f} ms beside {best['mixfleet'] * 1e3:.0f} ms)",
+                 "at least 2 (bound 7/3)", ratio >= 2)
+    yield Figure("the same beside what each process does alone, added up",
+                 f"{part:.2f} ({best['alone'] * 1e3:.0f} ms beside {best['mixfleet'] * 1e3:.0f} ms)",
+                 "at least 0.9 (bound 1)", part >= 0.9)
