@@ -301,3 +301,19 @@ def test_what_does_not_go_is_said() -> None:
     crossed = (pipe((0, 2, 5), (0,), (1,), samples=3, micro_batch=1),
                pipe((0, 3, 5), (1,), (0,), samples=3, micro_batch=1))
     assert "share devices" in reason(plan(*crossed, schedule="chimera", batching="packed"), tail)
+
+
+def test_the_search_proposes_it() -> None:
+    """The best plan shares out samples by cost; where all are equally long nothing of it is tried."""
+    from mixfleet.search import Limits, find
+
+    few = Limits(devices=0)
+    best = find(long_job(8), MIXED, limits=few).best
+    assert best is not None
+    assert best.plan.batching in ("packed", "bucketed")
+    assert f"{best.plan.batching} samples" in best.summary
+    padded = predict(best.plan.replace(batching="padded"), long_job(8), MIXED)
+    assert best.prediction.step_s < 0.6 * padded.step_s
+    even = find(long_job(8, lengths=None), MIXED, limits=few).best
+    assert even is not None
+    assert even.plan.batching == "padded"
