@@ -12,6 +12,7 @@ from mixfleet.calibrate.published import Inexpressible, device_of, read, work
 from mixfleet.errors import InputError
 from mixfleet.job import Job
 from mixfleet.model.families import build
+from mixfleet.program.layout import Layout
 
 ROW = {
     "id": "vtrain-0001.step", "source": "somewhere", "year": "2024", "model": "GPT-tiny", "layers": "4",
@@ -20,6 +21,12 @@ ROW = {
     "pp": "2", "cp": "1", "ep": "", "vpp": "", "zero_stage": "", "micro_batch": "1", "global_batch": "8",
     "recompute": "full", "other_settings": "", "metric": "step_time_s", "value": "0.5",
 }
+
+
+ROUTED = {"model": "Qwen3-30B-A3B", "layers": "48", "hidden": "2048", "heads": "32", "kv_heads": "4", "ffn": "",
+          "vocab": "151936", "seq_len": "4096", "dtype": "bf16", "gpu": "H100", "dp": "8", "tp": "1", "pp": "1",
+          "ep": "8", "recompute": ""}
+"""Of a run whose experts are shared."""
 
 
 def table(tmp_path, *changes):
@@ -86,7 +93,10 @@ def test_mixed_clusters_have_a_node_per_kind_on_gigabit_ethernet(tmp_path):
 @pytest.mark.parametrize(("change", "why"), [
     ({"dtype": "mxfp8"}, "no fp8 units for mxfp8"), ({"dtype": "int8"}, "precision int8"),
     ({"dtype": ""}, "precision is not stated"),
-    ({"ep": "8"}, "expert parallelism inside data parallelism"),
+    ({"ep": "8"}, "mixture of experts"),
+    ({**ROUTED, "tp": "2", "dp": "4", "ep": "4"}, "whether tensor parallelism cuts"),
+    ({**ROUTED, "hidden": "1024"}, "hidden is not that of qwen3-30b-a3b"),
+    ({**ROUTED, "other_settings": "Muon optimizer"}, "the optimizer Muon"),
     ({"other_settings": "MoE 128 experts top8"}, "mixture of experts"), ({"layers": ""}, "not a transformer"),
     ({"other_settings": "QLoRA rank 8"}, "4-bit weights"), ({"dp": ""}, "dp is not stated"),
     ({"dp": "4"}, "dp * cp * tp * pp"), ({"global_batch": "7"}, "whole micro-batches"),
@@ -386,9 +396,9 @@ def test_the_command_states_errors_and_reasons(tmp_path, capsys):
     rows = tmp_path / "rows.csv"
     assert not cli.main(["validate", str(path), "--json", "--rows", str(rows)])
     found = json.loads(capsys.readouterr().out)
-    assert found["not_expressible"] == {"vtrain: expert parallelism inside data parallelism": 1}
-    assert found["skipped"] == [{"source": "vtrain", "device": "A100", "rows": 1,
-                                 "reason": "expert parallelism inside data parallelism"}]
+    why = "mixture of experts whose experts are not given as figures"
+    assert found["not_expressible"] == {f"vtrain: {why}": 1}
+    assert found["skipped"] == [{"source": "vtrain", "device": "A100", "rows": 1, "reason": why}]
     assert {(s["source"], s["device"], s["rows"]) for s in found["summaries"]} == {
         ("vtrain", "A100", 1), ("dgxc", "A100", 1)}
     assert [(s["source"], s["device"], s["rows"]) for s in found["memory_summaries"]] == [("bigscience", "A100", 1)]
@@ -399,7 +409,7 @@ def test_the_command_states_errors_and_reasons(tmp_path, capsys):
     assert written[2]["measured_bytes"] == str(3 * 2**30)
     assert not cli.main(["validate", str(path)])
     out = capsys.readouterr().out
-    assert "expert parallelism" in out
+    assert "mixture of experts" in out
     assert "peak memory" in out
 
 
@@ -410,3 +420,18 @@ def test_a_table_without_a_column_is_refused(tmp_path):
         read(path)
     with pytest.raises(Inexpressible):
         published.case_of("x-1", {"mfu": (0, {**ROW, "metric": "mfu", "value": "-1"})})
+
+
+def test_experts_are_shared_by_replicas(tmp_path):
+    """128 experts of width 768 over eight GPUs: 30.5e9 parameters, of which each holds an eighth of 29.0e9."""
+    found = case(tmp_path, **ROUTED)
+    assert (found.plan.expert, len(found.plan.replicas)) == (8, 8)
+    assert found.job.model.count == pytest.approx(30.53e9, rel=1e-3)
+    held = Layout(found.plan, found.job.model).elements("weights", 3)
+    assert held == found.job.model.count - 48 * 128 * 3 * 768 * 2048 * 7 // 8
+    # Megatron counts ranks: with tensor 2 and more of them than replicas, whole experts lie over the tensor group too.
+    two = case(tmp_path, **{**ROUTED, "tp": "2", "dp": "4"})
+    assert (two.plan.expert, two.plan.pipelines[0].stages[0].tensor) == (4, 2)
+    sliced = case(tmp_path, **{**ROUTED, "model": "DeepSeek-V2-236B (4 layers)", "layers": "4", "hidden": "5120",
+                               "other_settings": "layer 1 dense, 3 MoE; 160 experts top6"})
+    assert [block.routed for block in sliced.job.model.blocks] == [False, False, True, True, True, False]

@@ -18,6 +18,7 @@ from mixfleet.job import Job
 from mixfleet.model.parts import ROWS, SHARD, gemm
 from mixfleet.model.spec import Block, Model, Op, Saved, Size, T
 from mixfleet.plan import Pipeline, Plan, Stage
+from mixfleet.sim.experts import Experts
 from mixfleet.sim.prediction import DeviceUse, Prediction
 
 
@@ -257,10 +258,13 @@ def step_s(found: Prediction, plan: Plan, job: Job, device: Device, framework: F
                                                  == "loop" else framework.optimizer)
                           / optimizer_s(each, device, job), plan, job, framework) - updating
     if plan.sharding.gradients == 1:
+        experts = Experts(plan, job)
         seconds -= (1 - framework.adding) * max(
             (len(p.micro_batches) + (len(p.stages) - 1) / len(stage.chunks))
-            * sum(accumulate_s(job.model.blocks[b], stage.tensor, device, job) for b in stage.held)
-            for p in plan.pipelines for stage in p.stages)
+            * sum(accumulate_s(block, stage.tensor, device, job, experts.share(
+                block, plan.replicas.index((i, 0)), stage.tensor, -1)) for b in stage.held
+                for block in (job.model.blocks[b],))
+            for i, p in enumerate(plan.pipelines) for stage in p.stages)
     return seconds
 
 

@@ -20,6 +20,7 @@ from mixfleet.calibrate import validate as validation
 from mixfleet.calibrate.frameworks import Framework
 from mixfleet.catalog.devices import rows as catalog_rows
 from mixfleet.catalog.instances import NIC_LATENCY_S
+from mixfleet.catalog.models import MODELS
 from mixfleet.cluster import Cluster, Device, Link, Node, device_named
 from mixfleet.cluster_file import link_between
 from mixfleet.cost import query
@@ -85,7 +86,7 @@ ADAPTED_BY = dict.fromkeys(("dgxc", "nemo", "mbridge"), ADAPTED[:3])
 """Products that LoRA adapts, and those of NeMo's recipes."""
 NARROW = {"fp8": "fp8", "mxfp8": "fp8", "nvfp4": "fp4"}
 """Types of the layers' products in runs that keep all else in bf16, and the device's rate for them."""
-NARROWLY_KEPT = ("attention.input", "mlp.input", "mlp.inner_out")
+NARROWLY_KEPT = ("attention.input", "mlp.input", "mlp.inner_out", "mlp.expert_in", "mlp.experts.inner_out")
 """What such runs save in a byte: the inputs of products."""
 
 FORMS = {"A100": "A100-SXM4", "H100": "H100-SXM", "H200": "H200-SXM", "B200": "B200-SXM", "B300": "B300-SXM",
@@ -100,13 +101,22 @@ REDUCED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """GPUs that differ from a catalog entry, with what differs."""
 
-NIC_GBIT = {"V100": 100, "A100": 1600, "A800": 1600, "H100": 3200, "H200": 3200, "B200": 3200, "GH200": 800,
-            "GB200": 3200, "GB300": 6400}
+NIC_GBIT = {"V100": 100, "A100": 1600, "A800": 1600, "H100": 3200, "H200": 3200, "B200": 3200, "B300": 6400,
+            "GH200": 800, "GB200": 3200, "GB300": 6400}
 """Of a node, where the row does not state it: the reference design of the generation; for GB200 and GB300 of 8 GPUs.
 Others have 100 Gb/s."""
 MIXED_NIC_GBIT = 1.0
 """Of nodes in mixed clusters of consumer cards: the published gradient exchanges of those with eight GPUs a node
 (21.6, 8.9 and 22.6 s) move 0.78 to 0.84 Gb/s, which is what gigabit Ethernet carries."""
+
+ROUTED: dict[str, str | dict[str, Any]] = {
+    "Qwen3-30B-A3B": "qwen3-30b-a3b", "Qwen3-235B-A22B": "qwen3-235b-a22b", "DeepSeek-V2-236B": "deepseek-v2",
+    "DeepSeek-V3-671B": "deepseek-v3", "Mixtral-8x22B": "mixtral-8x22b",
+    "gpt-oss-120B": {"layers": 36, "hidden": 2880, "heads": 64, "kv_heads": 8, "head_dim": 64, "ffn": 2880,
+                     "vocab": 201088, "experts": 128, "experts_per_token": 4, "expert_ffn": 2880},
+}
+"""Models with routed experts whose configuration is public: of the catalog, or its figures (openai/gpt-oss-120b,
+config.json; without the window of every second layer and attention's sinks)."""
 
 _WORDS = ("use for ranking only", "do not score", "ambiguous", "a changed model", "step definition")
 """Warnings of the table itself."""
@@ -114,7 +124,7 @@ _LACKS = {"QLoRA": "4-bit weights (QLoRA)", "Q-LoRA": "4-bit weights (QLoRA)",
           "quantization=bnb": "4-bit weights (QLoRA)", "Adapter": "adapters of other kinds than LoRA",
           "8bit": "8-bit optimizer state",
           "8-bit": "8-bit optimizer state", "optimizer in backward": "optimizer step inside backward",
-          "offload": "offloading"}
+          "offload": "offloading", "Muon": "the optimizer Muon"}
 """In settings or model: what a job or plan has no words for."""
 
 
@@ -183,7 +193,7 @@ def case_of(run: str, metrics: Mapping[str, tuple[int, dict[str, str]]]) -> Case
     cluster = cluster_of(row)
     if dtype == "fp32" and source in TF32_MEANT and all("tf32" in d.flops for d in cluster.devices):
         dtype = "tf32"
-    model = _headed(build(_figures(row, source)), row)
+    model = _headed(build(_routed(row) or _figures(row, source)), row)
     narrow, dtype = (dtype, "bf16") if dtype in NARROW else ("", dtype)
     if dtype not in ("fp16", "bf16", "fp32", "tf32"):
         raise Inexpressible(f"precision {dtype} is not among a job's types" if dtype else "precision is not stated")
@@ -226,9 +236,8 @@ def _refuse(row: dict[str, str]) -> None:
     for word, why in _LACKS.items():
         if word in f"{settings} {model}".replace("offload=False", ""):
             raise Inexpressible(why)
-    if _number(row, "ep", 1) > 1:
-        raise Inexpressible("expert parallelism inside data parallelism")
-    if re.search(r"\bexperts\b|MoE", f"{settings} {model}"):
+    routed = _number(row, "ep", 1) > 1 or re.search(r"\bexperts\b|MoE", f"{settings} {model}")
+    if routed and model.partition(" ")[0] not in ROUTED:
         raise Inexpressible("mixture of experts whose experts are not given as figures")
     if not row["hidden"] or not row["layers"]:
         raise Inexpressible("not a transformer, or layers and hidden size not stated")
@@ -251,6 +260,33 @@ def _count(row: dict[str, str], key: str, default: int | None = None) -> int:
     if value < 0 or value != int(value):
         raise Inexpressible(f"{key} is not a count")
     return int(value)
+
+
+def _routed(row: dict[str, str]) -> dict[str, Any]:
+    """The public configuration of a model with routed experts, with the row's layers; empty for others."""
+    known = ROUTED.get(row["model"].partition(" ")[0])
+    if known is None:
+        return {}
+    length = _count(row, "seq_len")
+    if not isinstance(known, str):
+        return known | {"max_seq_len": length}
+    config = {k: v for k, v in MODELS[known].items() if k != "source"}
+    if _count(row, "hidden") != config["hidden_size"]:
+        raise Inexpressible(f"hidden is not that of {known}")
+    dense = re.search(r"layer (\d+) dense", row.get("other_settings", ""))
+    return config | {"num_hidden_layers": _count(row, "layers"), "max_position_embeddings": length} | (
+        {"first_k_dense_replace": int(dense[1])} if dense else {})
+
+
+def _expert(row: dict[str, str]) -> int:
+    """Replicas that share experts. Megatron counts ranks that have different experts: whole ones lie over the tensor
+    group too, those cut in their width by it do not."""
+    ranks, tensor = _count(row, "ep", 1), _count(row, "tp")
+    if ranks == 1 or tensor == 1:
+        return ranks
+    if ranks % tensor or ranks <= _count(row, "dp") * _count(row, "cp", 1):
+        raise Inexpressible("whether tensor parallelism cuts the experts is not stated")
+    return ranks // tensor
 
 
 def _figures(row: dict[str, str], source: str) -> dict[str, Any]:
@@ -345,11 +381,12 @@ def narrowed(model: Model, plan: Plan, cluster: Cluster, seq_len: int, dtype: st
     if NARROW[dtype] not in device.flops:
         raise Inexpressible(f"{device.name} has no {NARROW[dtype]} units for {dtype}")
     shape = (pipe.micro_batch, seq_len // pipe.context, pipe.stages[0].tensor)
+    together = (1, shape[0] * shape[1] * plan.expert, shape[2] * plan.expert)  # who share experts, as one tensor group
 
     def scaled(op: Op) -> Op:
         if op.kind != "gemm":
             return op
-        batch, m, n, k = (op.shape[x].at(*shape) for x in ("batch", "m", "n", "k"))
+        batch, m, n, k = (op.shape[x].at(*(together if op.routed else shape)) for x in ("batch", "m", "n", "k"))
         narrow, wide = (query.gemm([m, m, k], [n, k, n], [k, n, m], device, batch=batch, dtype=t)
                         for t in (dtype if dtype in TYPES else NARROW[dtype], "bf16"))
         part = sum(narrow.time_s - narrow.floor_s) / sum(wide.time_s - wide.floor_s)
@@ -465,7 +502,7 @@ def plan_of(row: dict[str, str], blocks: int, *, zero: int = 0) -> Plan:
             stages=tuple(Stage(blocks=chunks[i], more=tuple(chunks[i + stages::stages]), tensor=tensor,
                                devices=tuple(range(i * size, (i + 1) * size))) for i in range(stages)),
             samples=samples, micro_batch=micro, replicas=data, context=context),),
-        schedule="interleaved" if rounds > 1 else "1f1b",
+        schedule="interleaved" if rounds > 1 else "1f1b", expert=_expert(row),
         sharding=Sharding(weights=shard if zero == 3 else 1, gradients=shard if zero >= 2 else 1,
                           optimizer=shard if zero >= 1 else 1))
     return plan if recompute == "none" else _recomputing(plan, blocks, recompute)  # type: ignore[arg-type]

@@ -95,6 +95,9 @@ MODELS: dict[str, Config] = {
     "qwen3-30b-a3b": _qwen("Qwen/Qwen3-30B-A3B", 48, 2048, 32, 4, 6144, 151936, 40960, model_type="qwen3_moe",
                            head_dim=128, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768,
                            decoder_sparse_step=1, mlp_only_layers=[], norm_topk_prob=True),
+    "qwen3-235b-a22b": _qwen("Qwen/Qwen3-235B-A22B", 94, 4096, 64, 4, 12288, 151936, 40960, model_type="qwen3_moe",
+                             head_dim=128, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=1536,
+                             decoder_sparse_step=1, mlp_only_layers=[], norm_topk_prob=True),
     "mistral-7b": _llama("mistralai/Mistral-7B-v0.1", 32, 4096, 32, 8, 14336, 32000, 32768, 1e4) | {
         "model_type": "mistral", "sliding_window": 4096},
     "mixtral-8x7b": _mixtral("mistralai/Mixtral-8x7B-v0.1", 32, 4096, 32, 14336, 32000, 32768),
