@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("torch")
 
-from mixfleet.plan import why_not
+from mixfleet.cluster import Cluster
+from mixfleet.job import Job
+from mixfleet.plan import Plan, Sharding, why_not
 from mixfleet.program.check import check
 from mixfleet.program.layout import Layout
 from mixfleet.program.lower import lower
+from mixfleet.sim import predict
 from mixfleet.sim.memory import static
 from mixfleet.sim.sent import bytes_sent
 from run_pool import CLUSTER, Case, Outcome, Pool, chunked, job, pipe, plan
@@ -100,3 +104,92 @@ def check_bytes(case: Case, outcomes: list[Outcome]) -> None:
         state = static(layout, case.job, rank)
         assert outcome.state_bytes == {"weights": state.weights, "gradients": state.gradients,
                                        "optimizer": state.master + state.moments}
+
+
+def routed_plan(n: int = 4, expert: int = 2, **more):
+    return plan(replicas(n)).replace(expert=expert, **more)
+
+
+@pytest.mark.parametrize(("made", "figures", "says"), [
+    (routed_plan(expert=0), MOE, "expert is 0; it must be at least 1"),
+    (routed_plan(expert=5), MOE, "expert is 5; the plan has 4 data-parallel replicas, so at most 4"),
+    (routed_plan(1, 2), MOE, "the one data-parallel replica has all experts; `tensor` spreads them"),
+    (routed_plan(), {}, "has no routed experts; take 1"),
+    (routed_plan(expert=4), {**MOE, "experts": 3}, "4 replicas would share 3 experts; at most 3, or say with"),
+    (routed_plan(expert=1, expert_shares=(1, 1, 1, 1)), MOE, "expert_shares is given, but expert is 1"),
+    (routed_plan(expert_shares=(1, 2)), MOE, "expert_shares has 2 numbers; the plan has 4 data-parallel replicas"),
+    (routed_plan(expert_shares=(1, -2, 1, 1)), MOE, "expert_shares has -2; a share is 0 or more"),
+    (routed_plan(expert_shares=(1, 2, 0, 0)), MOE, "gives no expert to replicas 2-3"),
+    (routed_plan().replace(sharding=Sharding(weights=2, gradients=2, optimizer=2, hierarchical=2)), MOE,
+     "hierarchical is 2, which cannot go with expert 2"),
+    (plan(pipe((0, 5), (0,), samples=2, micro_batch=1), pipe((0, 5), (1,), samples=3, micro_batch=1)).replace(
+        expert=2), MOE, "pipelines of 2 and 3 micro-batches into one group"),
+    (plan(pipe((0, 5), (0,), samples=2, micro_batch=1),
+          pipe((0, 2, 5), (1,), (2,), samples=2, micro_batch=1)).replace(expert=2), MOE,
+     "pipelines with different stages into one group"),
+    (plan(pipe((0, 5), (0,), samples=2, micro_batch=1),
+          pipe((0, 5), (1,), samples=2, micro_batch=1, recompute="full")).replace(expert=2), MOE,
+     "pipelines with different recompute into one group"),
+    (plan(pipe((0, 2, 5), (0, 1), (2, 3), samples=2, micro_batch=1, replicas=2), schedule="pipedream").replace(
+        expert=2), MOE, "under pipedream replicas go at their own pace"),
+])
+def test_impossible_plans_say_why(made: Plan, figures: dict[str, int], says: str) -> None:
+    assert says in (why_not(made, job(made.global_batch, figures=figures), CLUSTER) or "")
+
+
+def test_tensor_degree_need_not_divide_the_experts_of_a_replica() -> None:
+    """Five experts: 2 and 3 of them on two replicas of tensor degree 2."""
+    made = plan(pipe((0, 5), (0, 1, 2, 3), samples=2, micro_batch=1, tensor=(2,), replicas=2))
+    work = job(4, figures=FIVE)
+    assert "does not divide 5 experts" in (why_not(made, work, CLUSTER) or "")
+    assert why_not(made.replace(expert=2), work, CLUSTER) is None
+    layout = Layout(made.replace(expert=2), work.model)
+    gate = next(t for t in layout.units[1].tensors if t.key.endswith("experts.gate.weight"))
+    assert [layout.rows(gate, rank) for rank in range(4)] == [(0, 1), (1, 2), (2, 3), (3, 5)]
+
+
+def test_state_by_hand() -> None:
+    """Six experts of three matrices 12 x 16 in two groups of three replicas; all else is on each. Of the optimizer
+    state, sharded over all six, an expert's is cut in two: each group has it once."""
+    made = plan(replicas(6), sharding=(1, 1, 6)).replace(expert=3, expert_shares=(3, 1, 2, 1, 1, 4))
+    work = job(12, figures={**MOE, "experts": 6})
+    layout = Layout(made, work.model)
+    each, layers = 3 * 12 * 16, 3
+    dense = work.model.count - 6 * each * layers
+    assert [layout.elements("weights", r) - dense for r in range(6)] == [n * each * layers for n in (3, 1, 2, 1, 1, 4)]
+    own = [layout.elements("optimizer", r) for r in range(6)]
+    assert sum(own) == work.model.count
+    # Experts 0 and 3-5: replica 0 has 0-2, 1 has 3, 2 has 4-5; 3 has 0, 4 has 1, 5 has 2-5.
+    held = [[0, 1, 2], [3], [4, 5], [0], [1], [2, 3, 4, 5]]
+    assert [own[r] - dense / 6 for r in range(6)] == pytest.approx(
+        [len(h) * each * layers / 2 for h in held], abs=4 * layers)
+
+
+def test_bytes_of_even_routing_by_hand() -> None:
+    """Two micro-batches of 8 positions; every token goes to all 4 experts, in rows of 16 fp64. Rank 0 has 3 experts, so
+    a quarter of its 32 rows goes to rank 1 and comes back, and of rank 1's rows three quarters come and go."""
+    made = plan(replicas(2)).replace(expert=2, expert_shares=(3, 1))
+    work = job(4, figures={**MOE, "experts_per_token": 4})
+    layout = Layout(made, work.model)
+    sent = bytes_sent(lower(made, work.model, layout), made, work, layout)
+    rows = 8 * 4 * 16 * 8
+    both = rows // 4 + 3 * rows // 4
+    assert {r: s["E"] for r, s in sent.items()} == {
+        "0": 3 * 2 * (2 * both + 8 * 1), "1": 3 * 2 * (2 * both + 8 * 3)}
+
+
+def test_sharing_experts_saves_their_memory_and_costs_exchanges() -> None:
+    alone, shared = (predict(routed_plan(expert=e), job(8, figures=MOE), CLUSTER) for e in (1, 4))
+    assert "expert" not in alone.exposed_s
+    assert shared.exposed_s["expert"] > 0
+    weights = [p.devices[0].breakdown["weights"] for p in (alone, shared)]
+    assert weights[0] - weights[1] == 8 * 3 * (3 * 12 * 16) * 3  # three of four experts in three layers
+
+
+def test_the_example_is_possible() -> None:
+    root = Path(__file__).parent.parent / "examples"
+    made = Plan.load(root / "plans/mixtral-experts.yaml")
+    work, where = Job.load(root / "jobs/mixtral-8x7b.yaml"), Cluster.load(root / "clusters/h100-128.yaml")
+    assert why_not(made, work, where) is None
+    layout = Layout(made, work.model)
+    assert [layout.plan.experts_of(k, 8) for k in range(8)] == [(k, k + 1) for k in range(8)]

@@ -234,6 +234,8 @@ def plan(this: Plan, on: Cluster | None = None) -> View:
          ("batching", "" if this.batching == "padded" else this.batching),
          ("global batch", str(this.global_batch)),
          ("sharding", f"weights {shard.weights}, gradients {shard.gradients}, optimizer {shard.optimizer} ways"),
+         ("experts", f"shared by {this.expert} of {len(this.replicas)} replicas" + (
+             f", {':'.join(map(str, this.expert_shares))}" if this.expert_shares else "") if this.expert > 1 else ""),
          ("idle ranks", ranges(set(range(len(on.devices))) - set(this.ranks)) if on else ""),
          ("note", on.note if on else "")],
         [Table(["pipeline", "stage", "blocks", "ranks", "devices", ">tensor", ">micro-batch", ">samples", "recompute",
