@@ -2,10 +2,12 @@
 
     python -m benchmarks.testbed --out out/testbed            six clusters, under 20 minutes on two free cores
     python -m benchmarks.testbed --out out/testbed --quick    two clusters and fewer steps, for CI
+    python -m benchmarks.testbed --out out/testbed --only "slow link" --merge    one, beside what is in out/testbed
 
 Every cluster is made as namespaces with shaped links and throttled ranks, its devices are profiled, and then all
 plans and peers run in turn in the same processes. `--out` gets table.md, scatter.svg and results.json. Timing needs a
-machine with nothing else to do: the table says how busy it was.
+machine with nothing else to do: the table says how much others used. Where the speed of the machine itself drifts (as
+a virtual machine's does), a probe beside the profile and beside every plan tells, and predictions allow for it.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import fmean, median, quantiles
 from typing import Any, NamedTuple
 
 from benchmarks import Figure
@@ -34,9 +36,13 @@ from mixfleet.plan import Pipeline, Plan, Sharding, Stage, why_not
 from mixfleet.trace import Span, Trace, compare
 from mixfleet.units import MB, GiB, MiB, show_seconds
 
+CHOSEN = "chosen by mixfleet"
 WINDOW_S, STEPS = 2.0, (2, 12)
 """A plan runs for this long, but so many steps."""
 READY_S = 300
+CALM, TRIES = 0.08, 3
+"""Part of the machine that others may use while a contender runs, the kernel's own work among it; and runs at most."""
+PROBES, PROBE_SAMPLES = 6, 2
 INNER = Link(name="loopback", latency_s=60e-6, bandwidth_Bps=1e9)
 
 
@@ -62,19 +68,19 @@ def _nodes(mbps: float, *devices: Sequence[Device], zones: Sequence[str] = ()) -
 
 
 def shapes() -> dict[str, Cluster]:
-    """Mixed clusters that take 1.8 cores, so that the machine keeps some for itself."""
-    mid = _device(0.45)
+    """Mixed clusters whose ranks fit on two cores, with 0.16 of each left for the kernel's part of the work."""
+    mid = _device(0.42)
     return {
         "equal": Cluster(name="equal", nodes=_nodes(200, [mid], [mid], [mid], [mid])),
         "one slow": Cluster(name="one slow", nodes=_nodes(
-            200, [_device(0.55)], [_device(0.55)], [_device(0.55)], [_device(0.15)])),
+            200, [mid], [mid], [mid], [_device(0.12)])),
         "small memory": Cluster(name="small memory", nodes=_nodes(
-            200, [mid], [mid], [mid], [_device(0.45, 72 * MiB)])),
+            200, [mid], [mid], [mid], [_device(0.42, 72 * MiB)])),
         "slow link": Cluster(name="slow link", nodes=_nodes(80, [mid, mid], [mid, mid])),
         "two regions": Cluster(name="two regions", nodes=_nodes(400, [mid], [mid], [mid], [mid], zones="aabb"),
                                zone_uplink=Link(name="wan", latency_s=1e-3, bandwidth_Bps=60 * MB / 8)),
         "three tiers": Cluster(name="three tiers", nodes=_nodes(
-            200, [_device(0.85)], [_device(0.5)], [_device(0.25)], [_device(0.2)])),
+            200, [_device(0.8)], [_device(0.44)], [_device(0.22)], [_device(0.18)])),
     }
 
 
@@ -157,9 +163,32 @@ class Outcome(NamedTuple):
     sent: dict[tuple[str, int], int]
     cpu_s: float
     """CPU seconds per step, of all threads."""
+    probe_s: float
+    """What `probe_s` found right before and after, in the mean."""
     spans: tuple[Span, ...] = ()
     bounds: tuple[tuple[int, int], ...] = ()
     """Of the recorded steps, in ns."""
+
+
+def probe_s() -> float:
+    """CPU seconds of forwards and backwards through a block: how fast this core is just now."""
+    import torch
+
+    from mixfleet.run.modules import build_blocks
+
+    work = job()
+    block, = build_blocks(work.model, [1], attention="fused")
+    x = torch.ones(PROBE_SAMPLES, work.seq_len, work.model.hidden).requires_grad_()
+
+    def once() -> None:
+        out = block(x)
+        torch.autograd.backward(out, torch.ones_like(out))
+
+    once()
+    start = time.process_time()
+    for _ in range(PROBES):
+        once()
+    return (time.process_time() - start) / PROBES
 
 
 def _carry_out(order: Order, rank: int, mark: Callable[[], None]) -> Outcome | None:
@@ -167,7 +196,7 @@ def _carry_out(order: Order, rank: int, mark: Callable[[], None]) -> Outcome | N
 
     ranks = order.plan.ranks if order.plan else tuple(range(len(order.cluster.devices)))
     if rank not in ranks:
-        for _ in range(2):
+        for _ in range(3):
             mark()
         return None
     dist.init_process_group("gloo", init_method=order.rendezvous, rank=ranks.index(rank), world_size=len(ranks))
@@ -196,6 +225,9 @@ def _carry_out(order: Order, rank: int, mark: Callable[[], None]) -> Outcome | N
     finish()
     dist.barrier()
     mark()
+    probed = probe_s()
+    dist.barrier()
+    mark()
     before, start, cpu = Counter(sent), time.perf_counter(), time.process_time()
     for number in range(1, order.steps + 1):
         step(number)
@@ -203,6 +235,7 @@ def _carry_out(order: Order, rank: int, mark: Callable[[], None]) -> Outcome | N
     dist.barrier()
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
     mark()
+    probed = (probed + probe_s()) / 2
     sent, spans, bounds = Counter(sent) - before, [], []
     if recorder and order.traced:
         recorder.start()
@@ -214,7 +247,7 @@ def _carry_out(order: Order, rank: int, mark: Callable[[], None]) -> Outcome | N
         spans, _ = recorder.stop()
     close()
     dist.destroy_process_group()
-    return Outcome(seconds / order.steps, dict(sent), cpu / order.steps, tuple(spans), tuple(bounds))
+    return Outcome(seconds / order.steps, dict(sent), cpu / order.steps, probed, tuple(spans), tuple(bounds))
 
 
 def _serve(rank: int, enter: Any, pipe: Any) -> None:
@@ -225,7 +258,9 @@ def _serve(rank: int, enter: Any, pipe: Any) -> None:
     torch.manual_seed(0)
     import mixfleet.run.worker
     from benchmarks.peers import ddp, fsdp  # noqa: F401
+    from mixfleet.run.host import keep_memory
     assert mixfleet.run.worker
+    keep_memory()  # as every rank of a run does
     pipe.send("ready")
 
     def mark() -> None:
@@ -235,11 +270,28 @@ def _serve(rank: int, enter: Any, pipe: Any) -> None:
 
     while (order := pipe.recv()) is not None:
         try:
-            pipe.send(_carry_out(order, rank, mark))
+            pipe.send(probe_s() if order == "probe" else _carry_out(order, rank, mark))
         except BaseException as error:
             pipe.send(f"{type(error).__name__}: {error}")
             raise
     os._exit(0)
+
+
+def _used() -> tuple[int, int]:
+    """Time of all cores until now, and what of it they were in use, in ticks."""
+    numbers = [int(n) for n in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    return sum(numbers), sum(numbers) - numbers[3] - numbers[4]
+
+
+class Measured(NamedTuple):
+    """One contender, run once."""
+
+    outcomes: list[Outcome | None]
+    """By rank."""
+    wire: dict[str, int]
+    """Bytes that left each node in the counted steps."""
+    others: float
+    """Part of the machine that others used meanwhile, the kernel among them."""
 
 
 class Pool:
@@ -271,18 +323,37 @@ class Pool:
                 found[waiting[pipe]] = message  # type: ignore[index]
         return [found[i] for i in range(len(self._pipes))]
 
-    def run(self, order: Order) -> tuple[list[Outcome | None], dict[str, int]]:
-        """Outcomes by rank, and the bytes that left each node in the counted steps."""
-        for pipe in self._pipes:
-            pipe.send(order)
-        counts = []
-        for _ in range(2):
+    def run(self, order: Order) -> Measured:
+        """One contender. The first step is made at full speed."""
+        counts, used = [], []
+
+        def mark() -> None:
             self._all("mark")
             counts.append(self.bed.counters())
+            used.append(_used())
             for pipe in self._pipes:
                 pipe.send(None)
+
+        with self.bed.unthrottled() as throttle:
+            for pipe in self._pipes:
+                pipe.send(order)
+            self._all("mark")
+            throttle()
+            for pipe in self._pipes:
+                pipe.send(None)
+        mark()
+        mark()
         outcomes = self._all(None)
-        return outcomes, {n: counts[1][n]["tx_bytes"] - counts[0][n]["tx_bytes"] for n in counts[0]}
+        total, busy = (b - a for a, b in zip(*used))
+        mine = os.sysconf("SC_CLK_TCK") * order.steps * sum(o.cpu_s for o in outcomes if o)
+        return Measured(outcomes, {n: counts[1][n]["tx_bytes"] - counts[0][n]["tx_bytes"] for n in counts[0]},
+                        max(0.0, busy - mine) / max(total, 1))
+
+    def probe_s(self) -> float:
+        """What `probe_s` finds at all seats at the same time, in the mean."""
+        for pipe in self._pipes:
+            pipe.send("probe")
+        return fmean(self._all(None))
 
     def close(self) -> None:
         for pipe in self._pipes:
@@ -309,55 +380,76 @@ class Row(NamedTuple):
     """Payload per step that leaves the half of the cluster with ranks 0 and 1, or comes to it."""
     parts: tuple[tuple[int, str, float, float], ...] = ()
     """Where recorded: device, category, seconds per step predicted and measured."""
+    speed: float | None = None
+    """Time that the probe took beside this contender over what it took beside the profile; predictions allow for it."""
+    plain_s: float | None = None
+    """What is predicted without that."""
+    others: float = 0.0
 
 
-def measure(name: str, cluster: Cluster, *, quick: bool, say: Callable[[str], None], traced: int = 0) -> list[Row]:
-    """All plans and peers on one cluster; with so many `traced` steps, plans are also compared by category."""
+def measure(name: str, cluster: Cluster, *, quick: bool, say: Callable[[str], None], traced: int = 0,
+            labels: Sequence[str] = ()) -> list[Row]:
+    """All plans and peers on one cluster; with so many `traced` steps, plans are also compared by category. `labels`
+    are those of the contenders that take part, if not all do."""
     from mixfleet.search import find
     from mixfleet.sim import predict
     from mixfleet.testbed import Testbed
     from mixfleet.testbed.profile import profile
 
     work, rows = job(), []
-    with Testbed.up(cluster) as bed:
+    with Testbed.up(cluster) as bed, _Contest(bed) as contest:
         say(f"{name}: profiling")
+        first_s = contest.pool.probe_s()
         real = profile(bed, cluster, work, micro_batches=(1, 3, 6, 12))
+        usual_s = (first_s + contest.pool.probe_s()) / 2
         result = find(work, real, top=1)
         contenders = plans(work, cluster)
         chosen = result.best.plan if result.best else None
-        if quick:
+        if quick and not labels:
             contenders = {k: v for i, (k, v) in enumerate(contenders.items()) if i % 2 == 0 or i == 1}
         if chosen:
-            contenders["chosen by mixfleet"] = chosen
+            contenders[CHOSEN] = chosen
+        contenders = {k: v for k, v in contenders.items() if not labels or k in labels}
         ideal_s = work.global_batch / result.upper_samples_per_s
-        with _Contest(bed) as contest:
-            for label, plan in contenders.items():
-                reason = why_not(plan, work, real)
-                prediction = None if reason else predict(plan, work, real, sent=True, trace=bool(traced))
-                if prediction and not prediction.fits:
-                    reason = f"does not fit: {prediction.reasons[0]}"
-                if reason or not prediction:
-                    rows.append(_empty(name, label, str(reason)))
-                    continue
-                steps = _steps(prediction.step_s, quick)
-                found = contest.run(Order(label, work, real, steps, "", plan, traced=traced))
-                rows.append(_empty(name, label, found) if isinstance(found, str) else
-                            _row(name, label, plan, real, prediction, *found, steps, ideal_s))
-                say(_line(rows[-1]))
-            guess = max((r.measured_s for r in rows if r.measured_s), default=1.0)
-            size = max(len(real.ranks_of_node[0]), 2)
-            peers = [("torch DDP", 0), ("torch FSDP2 full", 0), ("torch FSDP2 hybrid", size)]
-            if zero.installed():
-                peers += [("DeepSpeed ZeRO-1", 1), ("DeepSpeed ZeRO-3", 3)]
-            for label, per_node in peers:
-                if cluster.name == "small memory" and label not in ("torch FSDP2 full", "DeepSpeed ZeRO-3"):
-                    rows.append(_empty(name, label, "does not fit: as even data parallel, or groups of 2"))
-                    continue
-                found = contest.run(Order(label, work, real, _steps(guess, quick), "", None, per_node))
-                rows.append(_empty(name, label, found) if isinstance(found, str) else
-                            Row(name, label, None, max(o.step_s for o in found[0] if o), None, None, None))
-                say(_line(rows[-1]))
+        for label, plan in contenders.items():
+            reason = why_not(plan, work, real)
+            prediction = None if reason else predict(plan, work, real)
+            if prediction and not prediction.fits:
+                reason = f"does not fit: {prediction.reasons[0]}"
+            if reason or not prediction:
+                rows.append(_empty(name, label, str(reason)))
+                continue
+            order = Order(label, work, real, _steps(prediction.step_s, quick), "", plan, traced=traced)
+            found = contest.run(order)
+            rows.append(_empty(name, label, found) if isinstance(found, str) else
+                        _row(name, order, found, usual_s, prediction.step_s, ideal_s))
+            say(_line(rows[-1]))
+        guess = max((r.measured_s for r in rows if r.measured_s), default=1.0)
+        size = max(len(real.ranks_of_node[0]), 2)
+        peers = [("torch DDP", 0), ("torch FSDP2 full", 0), ("torch FSDP2 hybrid", size)]
+        if zero.installed():
+            peers += [(f"DeepSpeed ZeRO-{stage}", stage) for stage in (1, 2, 3)]
+        for label, per_node in [(k, v) for k, v in peers if not labels or k in labels]:
+            if cluster.name == "small memory" and label not in ("torch FSDP2 full", "DeepSpeed ZeRO-3"):
+                rows.append(_empty(name, label, "does not fit: as even data parallel, or groups of 2"))
+                continue
+            found = contest.run(Order(label, work, real, _steps(guess, quick), "", None, per_node))
+            rows.append(_empty(name, label, found) if isinstance(found, str) else
+                        Row(name, label, None, max(o.step_s for o in found.outcomes if o), None, None, None,
+                            others=found.others))
+            say(_line(rows[-1]))
     return rows
+
+
+def at_speed(cluster: Cluster, ratio: float) -> Cluster:
+    """The profiled cluster with cores on which everything takes `ratio` times as long."""
+    def device(d: Device) -> Device:
+        costs = {name: value * ratio for name in ("message_cpu_s", "byte_cpu_s", "sum_cpu_s")
+                 if (value := getattr(d, name)) is not None}
+        return d.replace(efficiency={kind: part / ratio for kind, part in d.efficiency.items()}, block_times=tuple(
+            t.replace(forward_s=t.forward_s * ratio, backward_s=t.backward_s * ratio) for t in d.block_times), **costs)
+
+    return cluster.replace(nodes=tuple(n.replace(devices=tuple(map(device, n.devices))) for n in cluster.nodes))
 
 
 class _Contest:
@@ -366,10 +458,14 @@ class _Contest:
     def __init__(self, bed: Any) -> None:
         self.bed, self.pool = bed, Pool(bed)
 
-    def run(self, order: Order) -> tuple[list[Outcome | None], dict[str, int]] | str:
+    def run(self, order: Order) -> Measured | str:
+        """Measured again, up to twice, while others disturb; the least disturbed counts. Or why it failed."""
         try:
-            return self.pool.run(order._replace(
-                rendezvous=self.bed.rendezvous(order.plan.ranks if order.plan else ())))
+            found: list[Measured] = []
+            while not found or (len(found) < TRIES and min(m.others for m in found) > CALM):
+                found.append(self.pool.run(order._replace(
+                    rendezvous=self.bed.rendezvous(order.plan.ranks if order.plan else ()))))
+            return min(found, key=lambda m: m.others)
         except (RuntimeError, EOFError, OSError) as error:
             for pid in self.bed.processes():
                 os.kill(pid, 9)
@@ -391,8 +487,15 @@ def _steps(seconds: float, quick: bool) -> int:
     return max(STEPS[0], min(STEPS[1], math.ceil((WINDOW_S / 2 if quick else WINDOW_S) / seconds)))
 
 
-def _row(cluster: str, name: str, plan: Plan, real: Cluster, prediction: Any, outcomes: Sequence[Outcome | None],
-         wire: dict[str, int], steps: int, ideal_s: float) -> Row:
+def _row(cluster: str, order: Order, found: Measured, usual_s: float, plain_s: float, ideal_s: float) -> Row:
+    """`plain_s` is what is predicted from the profile as it is, `usual_s` what the probe took beside it."""
+    from mixfleet.sim import predict
+
+    plan, steps, outcomes, wire = order.plan, order.steps, found.outcomes, found.wire
+    assert plan is not None
+    speed = fmean(o.probe_s for o in outcomes if o) / usual_s
+    real = at_speed(order.cluster, speed)
+    prediction = predict(plan, order.work, real, sent=True, trace=bool(order.traced))
     exact, payload = True, Counter[str]()
     ports: dict[str, float] = defaultdict(float)
     capacity: dict[str, float] = {}
@@ -415,8 +518,9 @@ def _row(cluster: str, name: str, plan: Plan, real: Cluster, prediction: Any, ou
     total = sum(payload.values())
     far = sum(n for rank in plan.ranks if (o := outcomes[rank]) for (_, dst), n in o.sent.items()
               if (rank < 2) != (dst < 2))
-    return Row(cluster, name, prediction.step_s, max(o.step_s for o in outcomes if o), exact,
-               sum(wire.values()) / total if total else None, max(ideal_s, link_s), far_bytes=far / steps,
+    return Row(cluster, order.name, prediction.step_s, max(o.step_s for o in outcomes if o), exact,
+               sum(wire.values()) / total if total else None, max(ideal_s * speed, link_s), far_bytes=far / steps,
+               speed=speed, plain_s=plain_s, others=found.others,
                parts=_parts(prediction.trace, [o for o in outcomes if o]) if prediction.trace else ())
 
 
@@ -494,19 +598,24 @@ def summaries(rows: Sequence[Row]) -> list[Summary]:
     for cluster in dict.fromkeys(r.cluster for r in rows):
         mine = [r for r in rows if r.cluster == cluster and r.measured_s]
         pairs = [(r.predicted_s, r.measured_s) for r in mine if r.predicted_s and r.measured_s]
-        best = min(m for _, m in pairs)
-        chosen = next(r for r in mine if r.name == "chosen by mixfleet")
+        best = min((m for _, m in pairs), default=math.nan)
+        chosen = next((r for r in mine if r.name == CHOSEN and r.measured_s and r.bound_s), None)
         peers = [r.measured_s for r in mine if r.name.startswith(("torch", "DeepSpeed")) and r.measured_s]
-        assert chosen.measured_s
-        assert chosen.bound_s
-        found.append(Summary(cluster, kendall(pairs), chosen.measured_s / best - 1,
-                             min(peers) / chosen.measured_s if peers else math.inf,
-                             chosen.bound_s / chosen.measured_s))
+        mine_s, bound_s = (chosen.measured_s or math.nan, chosen.bound_s or math.nan) if chosen else (math.nan,) * 2
+        found.append(Summary(cluster, kendall(pairs), mine_s / best - 1,
+                             min(peers) / mine_s if peers else math.inf, bound_s / mine_s))
     return found
 
 
-def errors(rows: Sequence[Row]) -> list[float]:
-    return sorted(abs(r.predicted_s / r.measured_s - 1) for r in rows if r.predicted_s and r.measured_s)
+def errors(rows: Sequence[Row], *, plain: bool = False) -> list[float]:
+    """Relative errors of step times, smallest first; with `plain`, of predictions that do not allow for the probe."""
+    pairs = [(r.plain_s if plain else r.predicted_s, r.measured_s) for r in rows]
+    return sorted(abs(p / m - 1) for p, m in pairs if p and m)
+
+
+def _spread(found: Sequence[float]) -> str:
+    tail = quantiles(found, n=10, method="inclusive")[-1] if len(found) > 1 else max(found, default=math.nan)
+    return f"{median(found) if found else math.nan:.1%} (median), {tail:.1%} (90th percentile)"
 
 
 def _line(row: Row) -> str:
@@ -517,18 +626,19 @@ def _line(row: Row) -> str:
     exact = "" if row.bytes_exact is None else "exact" if row.bytes_exact else "**differ**"
     wire = f"{row.wire:.3f}" if row.wire else ""
     of_bound = f"{row.bound_s / row.measured_s:.2f}" if row.bound_s and row.measured_s else ""
+    speed = f"{row.speed:.2f}" if row.speed else ""
     return (f"| {row.cluster} | {row.name} | {seconds(row.measured_s)} | {seconds(row.predicted_s)} | {error} | "
-            f"{exact} | {wire} | {of_bound} | {row.note} |")
+            f"{speed} | {row.others:.0%} | {exact} | {wire} | {of_bound} | {row.note} |")
 
 
-def table(rows: Sequence[Row], busy: float) -> str:
+def table(rows: Sequence[Row]) -> str:
     """Markdown."""
     found = errors(rows)
-    tail = quantiles(found, n=10, method="inclusive")[-1] if len(found) > 1 else found[0]
-    lines = [f"{len(found)} pairs of plan and cluster; step time off by {median(found):.1%} (median), {tail:.1%} (90th "
-             f"percentile); bytes {'exact' if all(r.bytes_exact is not False for r in rows) else 'NOT exact'}. "
-             f"Other work on the machine while measuring: {busy:.0%} of its cores. Rank correlation is Kendall's, over "
-             f"the pairs of plans whose predictions differ by more than {TIE:.0%}.", "",
+    lines = [f"{len(found)} pairs of plan and cluster; step time off by {_spread(found)}; without allowing for the "
+             f"machine's speed, {_spread(errors(rows, plain=True))}; "
+             f"bytes {'exact' if all(r.bytes_exact is not False for r in rows) else 'NOT exact'}. "
+             f"The kernel and others used up to {max((r.others for r in rows), default=0):.0%} of the machine. Rank "
+             f"correlation is Kendall's, over the pairs of plans whose predictions differ by more than {TIE:.0%}.", "",
              "| cluster | rank correlation | chosen behind best | peers over chosen | chosen reaches of its bound |",
              "| --- | --- | --- | --- | --- |"]
     lines += [f"| {s.cluster} | {s.tau:.2f} | {s.behind_best:.1%} | {s.over_peers:.2f} | {s.of_bound:.2f} |"
@@ -538,8 +648,9 @@ def table(rows: Sequence[Row], busy: float) -> str:
                   "| --- | --- | --- | --- | --- | --- | --- |"]
         lines += [f"| {g.cluster} | {g.name} | {g.against} | {g.bytes_by_formula:.3f} | {g.bytes_counted:.3f} | "
                   f"{g.time_predicted:.3f} | {g.time_measured:.3f} |" for g in found_gains]
-    lines += ["", "| cluster | plan | measured | predicted | error | bytes | wire/payload | bound/measured | |",
-              "| --- | --- | --- | --- | --- | --- | --- | --- | --- |", *map(_line, rows)]
+    lines += ["", "| cluster | plan | measured | predicted | error | probe | others | bytes | wire/payload | "
+              "bound/measured | |",
+              "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |", *map(_line, rows)]
     return "\n".join(lines) + "\n"
 
 
@@ -585,7 +696,7 @@ def scatter(rows: Sequence[Row]) -> str:
             parts.append(f'<text x="{at(tick):.1f}" y="{size - margin + 18}" text-anchor="middle">{tick:g} s</text>'
                          f'<text x="{margin - 8}" y="{size - at(tick) + 4:.1f}" text-anchor="end">{tick:g} s</text>')
     for p, m, r in points:
-        mark = 6 if r.name == "chosen by mixfleet" else 4
+        mark = 6 if r.name == CHOSEN else 4
         parts.append(f'<circle cx="{at(p):.1f}" cy="{size - at(m):.1f}" r="{mark}" fill="{colours[r.cluster]}" '
                      f'fill-opacity="0.75"><title>{r.cluster}: {r.name}</title></circle>')
     for i, (cluster, colour) in enumerate(colours.items()):
@@ -597,30 +708,26 @@ def scatter(rows: Sequence[Row]) -> str:
     return "\n".join(parts) + "\n"
 
 
-def _busy(seconds: float = 1.0) -> float:
-    """Part of the machine's cores that is in use, nothing of ours running."""
-    def look() -> tuple[int, int]:
-        numbers = [int(n) for n in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
-        return sum(numbers), numbers[3] + numbers[4]
-
-    before = look()
-    time.sleep(seconds)
-    total, idle = (b - a for a, b in zip(before, look()))
-    return 1 - idle / max(1, total)
-
-
-def run(*, quick: bool, only: Sequence[str] = (), say: Callable[[str], None] = lambda line: None, traced: int = 0
-        ) -> tuple[list[Row], float]:
-    """Rows of all clusters, and how busy the machine was between them."""
-    rows, busy = [], [_busy()]
+def run(*, quick: bool, only: Sequence[str] = (), say: Callable[[str], None] = lambda line: None, traced: int = 0,
+        labels: Sequence[str] = ()) -> list[Row]:
+    """Rows of all clusters."""
+    rows = []
     chosen = shapes()
     if quick and not only:
         only = ("one slow", "slow link")
     for name, cluster in chosen.items():
         if not only or name in only:
-            rows += measure(name, cluster, quick=quick, say=say, traced=traced)
-            busy.append(_busy())
-    return rows, max(busy)
+            rows += measure(name, cluster, quick=quick, say=say, traced=traced, labels=labels)
+    return rows
+
+
+def merged(rows: Sequence[Row], earlier: Sequence[dict[str, Any]]) -> list[Row]:
+    """These rows, and those of an earlier run's results.json that they do not replace, by cluster."""
+    found = {(r.cluster, r.name): r for r in (Row(**{**one, "parts": tuple(tuple(p) for p in one["parts"])})
+                                              for one in earlier)}
+    found |= {(r.cluster, r.name): r for r in rows}
+    order = list(shapes())
+    return sorted(found.values(), key=lambda r: order.index(r.cluster))
 
 
 def figures() -> Iterator[Figure]:
@@ -631,10 +738,10 @@ def figures() -> Iterator[Figure]:
     if missing:
         yield Figure("prediction on a testbed", f"not measured: {missing[0]}")
         return
-    rows, busy = run(quick=True)
-    found = errors(rows)
-    yield Figure("step time on a testbed, median error", f"{median(found):.1%} (others use {busy:.0%} of the machine)",
-                 "at most 8 %", median(found) <= 0.08)
+    rows = run(quick=True)
+    found, busy = errors(rows), max(r.others for r in rows)
+    yield Figure("step time on a testbed, median error", f"{median(found):.1%} (others use up to {busy:.0%} of the "
+                 "machine)", "at most 8 %", median(found) <= 0.08)
     yield Figure("bytes on a testbed", "exact" if all(r.bytes_exact is not False for r in rows) else "differ", "exact",
                  all(r.bytes_exact is not False for r in rows))
     for s in summaries(rows):
@@ -648,18 +755,24 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("out/testbed"))
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--only", action="append", default=[], choices=list(shapes()))
+    parser.add_argument("--plan", action="append", default=[], metavar="NAME",
+                        help="a plan or peer of the table, instead of all; may be repeated")
+    parser.add_argument("--merge", action="store_true", help="keep the rows of results.json that are not measured now")
     parser.add_argument("--diagnose", action="store_true", help="record steps, and compare them by category")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
-    rows, busy = run(quick=options.quick, only=options.only, traced=2 if options.diagnose else 0,
+    rows = run(quick=options.quick, only=options.only, traced=2 if options.diagnose else 0, labels=options.plan,
                      say=lambda line: print(line, file=sys.stderr, flush=True))
-    text = table(rows, busy)
+    results = options.out / "results.json"
+    if options.merge and results.exists():
+        rows = merged(rows, json.loads(results.read_text()))
+    text = table(rows)
     (options.out / "table.md").write_text(text)
     if options.diagnose:
         (options.out / "diagnosis.md").write_text(diagnosis(rows))
     (options.out / "scatter.svg").write_text(scatter(rows))
-    (options.out / "results.json").write_text(json.dumps([r._asdict() for r in rows], indent=1))
+    results.write_text(json.dumps([r._asdict() for r in rows], indent=1))
     print(text)
     print(f"{time.monotonic() - start:.0f} s", file=sys.stderr)
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks import testbed as bench
 
 from mixfleet.cli import main
 from mixfleet.cluster import Cluster, Link, Node, device_named
@@ -172,6 +174,38 @@ def test_without_root_it_says_so(tmp_path, capsys, monkeypatch):
     assert "netns add" in shown.out
 
 
+def test_a_slower_machine_takes_longer_to_compute_and_as_long_to_send():
+    job_, wide = job(figures=WIDE), cluster(.5, .25, mbps=1)
+    kinds = ("gemm", "attention", "norm", "softmax", "loss", "elementwise", "embedding", "optimizer")
+    devices = [d.replace(message_cpu_s=0.0, byte_cpu_s=0.0, sum_cpu_s=0.0, turn_s=0.0, launch_s=0.0,
+                         efficiency=dict.fromkeys(kinds, .5)) for d in wide.devices]
+    wide = wide.replace(nodes=tuple(n.replace(devices=(d,)) for n, d in zip(wide.nodes, devices)))
+    alone, both = (predict(p, job_, wide).step_s for p in (ALONE, BOTH))
+    slow = bench.at_speed(wide, 1.5)
+    assert predict(ALONE, job_, slow).step_s == pytest.approx(1.5 * alone, rel=1e-3)
+    sending_s = both - alone
+    assert predict(BOTH, job_, slow).step_s == pytest.approx(both, abs=1.5 * alone)
+    assert sending_s > 10 * alone
+
+
+def test_rows_of_several_runs_make_one_table():
+    def row(cluster, name, predicted, measured, **more):
+        return bench.Row(cluster, name, predicted, measured, True, 1.0, .5 * measured, **more)
+
+    first = [row("equal", "ZeRO-3", 2.2, 2.0, plain_s=1.8, parts=((0, "forward", 1.0, 1.1),)),
+             row("equal", bench.CHOSEN, .95, 1.0, plain_s=1.0), row("slow link", "ZeRO-3", 3.0, 4.0)]
+    again = [row("slow link", "ZeRO-3", 3.9, 3.0), row("one slow", "ZeRO-3", 5.0, 4.0)]
+    rows = bench.merged(again, json.loads(json.dumps([r._asdict() for r in first])))
+    assert [(r.cluster, r.measured_s) for r in rows] == [("equal", 2.0), ("equal", 1.0), ("one slow", 4.0),
+                                                         ("slow link", 3.0)]
+    assert rows[0] == first[0]
+    assert bench.errors(rows) == pytest.approx([.05, .1, .25, .3])
+    assert bench.errors(rows, plain=True) == pytest.approx([0, .1])
+    (equal, *_) = bench.summaries(rows)
+    assert (equal.tau, equal.behind_best, equal.of_bound) == (1.0, 0.0, 0.5)
+    assert "| equal | ZeRO-3 | 2 s | 2.2 s | +10.0% |" in bench.table(rows)
+
+
 # --- the real thing ------------------------------------------------------------------------------------------------
 
 RECEIVE = """
@@ -200,6 +234,32 @@ print(time.perf_counter() - start)
 def pair():
     with Bed.up(cluster(.9, .45)) as bed:
         yield bed
+
+
+STANDSTILLS = """
+import time
+start = last = time.perf_counter()
+gaps = []
+while last - start < 1:
+    now = time.perf_counter()
+    if now - last > 1e-3:
+        gaps.append(now - last)
+    last = now
+print(sorted(gaps)[len(gaps) // 2])
+"""
+
+
+def beats(bed: Bed) -> list[int]:
+    """The processes of a testbed's metronomes."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            text = path.read_bytes()
+        except OSError:
+            continue
+        if b"metronome.py" in text and bed.layout.id.encode() in text:
+            found.append(int(path.parent.name))
+    return found
 
 
 def carry(bed: Bed, nbytes: int) -> float:
@@ -257,6 +317,32 @@ class TestReal:
         used = [float(run.communicate()[0]) for run in runs]
         assert used[0] <= 1.0
         assert used[1] <= 0.45 * 1.25
+
+    @pytest.mark.skipif(not probe().cpu, reason="no cgroup for CPU time")
+    def test_a_slow_rank_is_slow_evenly_and_its_metronome_goes_with_it(self):
+        """At ticks alone (4 ms) it would stand still for three periods at a time, 17 ms."""
+        with Bed.up(cluster(.5, .15)) as bed:
+            run = bed.spawn(1, [sys.executable, "-c", STANDSTILLS], stdout=subprocess.PIPE)
+            assert float(run.communicate()[0]) < 1.6 * 1e-6 * period_us(.15)
+            assert len(beats(bed)) == len({seat.cores for seat in bed.layout.seats})
+        assert not beats(bed)
+
+    def test_a_metronome_ends_with_its_owner(self, tmp_path):
+        path = tmp_path / "c.yaml"
+        cluster(.05, .05).save(path)
+        owner = subprocess.Popen([sys.executable, "-m", "mixfleet", "testbed", "run", str(path), "--", "sleep", "78"])
+        until = time.monotonic() + 30
+        mine: list[Bed] = []
+        while not mine and time.monotonic() < until:
+            time.sleep(0.1)
+            mine = [bed for s in standing() if s.owner == owner.pid and beats(bed := Bed(s, probe()))]
+        owner.send_signal(signal.SIGKILL)
+        owner.wait()
+        until = time.monotonic() + 5
+        while beats(mine[0]) and time.monotonic() < until:
+            time.sleep(0.05)
+        assert not beats(mine[0])
+        leftovers(remove=True)
 
     def test_what_a_killed_owner_leaves_is_removed(self, tmp_path):
         path = tmp_path / "c.yaml"
@@ -321,6 +407,33 @@ class TestReal:
         assert calm is not None
         found, expected = Reader(tmp_path / "checkpoints"), Reader(tmp_path / "calm/checkpoints")
         assert found.state.position == expected.state.position
+        for key in {entry.tensor for entry in expected.index.pieces}:
+            torch.testing.assert_close(found.whole(key, "weights"), expected.whole(key, "weights"), rtol=1e-9,
+                                       atol=1e-12)
+
+    @pytest.mark.slow
+    @pytest.mark.timeout(300)
+    def test_slow_ranks_and_links_change_no_weight(self, pair, tmp_path):
+        """A rank at a tenth of its speed and a link at a fiftieth, both for a while: slower, but the same training."""
+        work, seconds = job(figures=WIDE, optimizer=Optimizer(lr=1e-4, weight_decay=0.1)), []
+        schedule = Schedule(faults=(Fault(do="slow", rank=1, share=.04, at_step=4, until_step=8),
+                                    Fault(do="degrade", node="n1", rate="1 Mb/s", at_step=12, until_step=16)))
+
+        def on_step(report):
+            seconds.append(report.seconds)
+            struck(report.step)
+
+        with injected(pair, schedule) as struck:
+            result = train(BOTH, work, pair.realised(cluster(.9, .45)), steps=20, out_dir=tmp_path / "bed",
+                           enter=pair.enter, patience_s=60, on_step=on_step)
+        calm = train(ALONE, work, CLUSTER, steps=20, out_dir=tmp_path / "calm")
+        assert result is not None
+        assert calm is not None
+        usual = sorted(seconds[8:11])[1]
+        assert max(seconds[4:8]) > 2 * usual
+        assert max(seconds[12:16]) > 2 * usual
+        assert result.losses == pytest.approx(calm.losses, rel=1e-9)
+        found, expected = Reader(tmp_path / "bed/checkpoints"), Reader(tmp_path / "calm/checkpoints")
         for key in {entry.tensor for entry in expected.index.pieces}:
             torch.testing.assert_close(found.whole(key, "weights"), expected.whole(key, "weights"), rtol=1e-9,
                                        atol=1e-12)

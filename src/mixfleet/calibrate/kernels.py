@@ -86,15 +86,16 @@ def best_s(work: Callable[[], Any], window_s: float = _WINDOW_S, before: Callabl
 
 
 def profile_job(job: Job, cluster: Cluster, *, micro_batches: Sequence[int] = (), links: bool = True,
-                enter: Callable[[int], None] | None = None, environment: Mapping[str, str] | None = None) -> Cluster:
+                enter: Callable[[int], None] | None = None, environment: Mapping[str, str] | None = None,
+                loaded: Callable[[], None] | None = None) -> Cluster:
     """`cluster`, which must be this one machine, with what the job's blocks really take on each of its devices.
 
     All devices work at the same time, and blocks run as in training: forwards one after another, then backwards, with
     activations held between. Every kind is measured for a few micro-batches, without tensor parallelism; for shapes
     that were not measured, the efficiencies are scaled to agree. The optimizer and the link between the processes
-    (unless `links` is off) are measured too. With `enter` (and `environment`, see `run_pinned`) the processes of
-    several nodes are taken where they belong; links between nodes are those of the cluster then. Raises InputError for
-    a job that cannot be trained here and MeasurementError if a process dies.
+    (unless `links` is off) are measured too. With `enter` (and `environment`, `loaded`: see `run_pinned`) the
+    processes of several nodes are taken where they belong; links between nodes are those of the cluster then. Raises
+    InputError for a job that cannot be trained here and MeasurementError if a process dies.
     """
     if len(cluster.nodes) > 1 and not enter:
         raise InputError(f"cluster {cluster.name} has {len(cluster.nodes)} nodes; only this machine can be measured")
@@ -105,7 +106,7 @@ def profile_job(job: Job, cluster: Cluster, *, micro_batches: Sequence[int] = ()
                            {"job_path": f"{folder}/job.yaml", "micro_batches": sizes, "links": links,
                             "kinds": [d.kind for d in cluster.devices],
                             "fused": [fused_attention(d, job) for d in cluster.devices]}, timeout_s=1800,
-                           enter=enter, environment=environment)
+                           enter=enter, environment=environment, loaded=loaded)
     alike: dict[Device, list[dict[str, Any]]] = defaultdict(list)
     for times, turn_s in zip(found, turns_s([f["meetings"] for f in found], cluster.devices)):
         times["turn_s"] = turn_s

@@ -29,12 +29,13 @@ class MeasurementError(InputError):
 
 
 def run_pinned(task: str, cores: Sequence[Cores], arguments: dict[str, Any], *, timeout_s: float = 300.0,
-               enter: Callable[[int], None] | None = None, environment: Mapping[str, str] | None = None) -> list[Any]:
+               enter: Callable[[int], None] | None = None, environment: Mapping[str, str] | None = None,
+               loaded: Callable[[], None] | None = None) -> list[Any]:
     """Call the function named `module:function` with `arguments` once per entry of `cores`, all at the same time.
 
     An empty entry does not pin. `enter` is called first in every process with its number, to take it where it
-    belongs; `environment` is added to each one's. Returns what each call returned (it must be JSON). Raises
-    MeasurementError, and InputError without torch.
+    belongs; `environment` is added to each one's; `loaded` is called when all have loaded their programs, before any
+    goes on. Returns what each call returned (it must be JSON). Raises MeasurementError, and InputError without torch.
     """
     if not find_spec("torch"):
         raise InputError("measuring needs torch: pip install 'mixfleet[run]'")
@@ -42,7 +43,8 @@ def run_pinned(task: str, cores: Sequence[Cores], arguments: dict[str, Any], *, 
         workers = []
         for rank, mine in enumerate(cores):
             order = {"task": task, "rank": rank, "world": len(cores), "cores": list(mine), "arguments": arguments,
-                     "store": f"{folder}/store", "result": f"{folder}/result-{rank}.json"}
+                     "store": f"{folder}/store", "result": f"{folder}/result-{rank}.json",
+                     "go": f"{folder}/go" if loaded else ""}
             path = Path(folder, f"order-{rank}.json")
             path.write_text(json.dumps(order))
             with open(f"{folder}/log-{rank}", "wb") as log:
@@ -51,7 +53,7 @@ def run_pinned(task: str, cores: Sequence[Cores], arguments: dict[str, Any], *, 
                     preexec_fn=partial(enter, rank) if enter else None,
                     env=os.environ | {"OMP_NUM_THREADS": str(len(mine) or 1)} | dict(environment or {})))
         try:
-            _wait(workers, monotonic() + timeout_s, folder)
+            _wait(workers, monotonic() + timeout_s, folder, loaded)
         finally:
             for worker in workers:
                 worker.kill()
@@ -59,8 +61,12 @@ def run_pinned(task: str, cores: Sequence[Cores], arguments: dict[str, Any], *, 
         return [json.loads(Path(folder, f"result-{rank}.json").read_text()) for rank in range(len(cores))]
 
 
-def _wait(workers: list[subprocess.Popen[bytes]], until: float, folder: str) -> None:
+def _wait(workers: list[subprocess.Popen[bytes]], until: float, folder: str, loaded: Callable[[], None] | None) -> None:
     while any(w.poll() is None for w in workers):
+        if loaded and all(Path(f"{folder}/result-{rank}.json.loaded").exists() for rank in range(len(workers))):
+            loaded()
+            loaded = None
+            Path(folder, "go").touch()
         failed = next((i for i, w in enumerate(workers) if w.poll()), None)
         if failed is not None or monotonic() > until:
             break
@@ -99,6 +105,10 @@ def _main(path: str) -> None:
                             world_size=order["world"])
     module, _, name = order["task"].partition(":")
     function: Callable[..., Any] = getattr(import_module(module), name)
+    if order["go"]:
+        Path(f"{order['result']}.loaded").touch()
+        while not Path(order["go"]).exists():
+            sleep(0.01)
     result = function(**order["arguments"])
     dist.barrier()
     Path(order["result"]).write_text(json.dumps(result))

@@ -12,6 +12,7 @@ import os
 import secrets
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ import msgspec
 from mixfleet.cluster import Cluster
 from mixfleet.errors import InputError, RunError, unknown
 from mixfleet.spec import Spec
+from mixfleet.testbed import metronome
 from mixfleet.testbed.kernel import Support, probe
 from mixfleet.testbed.layout import SYSCTLS, Layout, Seat, Wire, laid_out, period_us, pids, realised, rule
 
@@ -115,6 +117,7 @@ class Testbed:
 
     def __init__(self, state: State, support: Support) -> None:
         self.state, self.support, self.layout = state, support, state.layout
+        self._beats: list[subprocess.Popen[bytes]] = []
 
     # --- making and removing -------------------------------------------------------------------------------------
 
@@ -177,6 +180,17 @@ class Testbed:
             if self.state.memory and seat.memory_bytes:
                 limit = "memory.max" if self.support.unified else "memory.limit_in_bytes"
                 Path(self.state.memory, f"r{seat.rank}", limit).write_text(str(seat.memory_bytes))
+        self._beat()
+
+    def _beat(self) -> None:
+        """A metronome for every core of a rank with a quota; where real-time priority is refused, it ends at once."""
+        slow = [seat for seat in self.layout.seats if seat.quota] if self.state.cpu else []
+        cores = {core for seat in slow for core in seat.cores or self.support.cores}
+        path = str(folder() / f"{self.layout.id}.json")
+        self._beats = [subprocess.Popen(
+            [sys.executable, "-I", "-S", metronome.__file__, str(core), path, str(self.state.owner)],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+            for core in sorted(cores)]
 
     def _groups(self, rank: int) -> list[Path]:
         return [Path(group, f"r{rank}") for group in sorted({self.state.cpu, self.state.memory} - {""})]
@@ -203,6 +217,10 @@ class Testbed:
                         continue
                     break
         (folder() / f"{self.layout.id}.json").unlink(missing_ok=True)
+        for beat in self._beats:  # those of another process end without the file
+            beat.kill()
+            beat.wait()
+        self._beats = []
 
     def __enter__(self) -> Testbed:
         return self

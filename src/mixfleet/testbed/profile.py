@@ -17,10 +17,10 @@ def profile(bed: Testbed, cluster: Cluster, job: Job, *, micro_batches: Sequence
 
     Rates of links are those of the file; only the latency is measured, where it cannot be set.
     """
-    with bed.unthrottled():
+    with bed.unthrottled() as throttle:
         here = bed.realised(cluster, latency(bed))
-    return profile_job(job, here, micro_batches=micro_batches, links=False, enter=bed.enter,
-                       environment=bed.enter.environment)
+        return profile_job(job, here, micro_batches=micro_batches, links=False, enter=bed.enter,
+                           environment=bed.enter.environment, loaded=throttle)
 
 
 def latency(bed: Testbed) -> float:
