@@ -32,7 +32,8 @@ from benchmarks.peers import zero
 from mixfleet.cluster import Cluster, Device, Link, Node, device_named
 from mixfleet.job import Job, Optimizer
 from mixfleet.model.families import build
-from mixfleet.plan import Pipeline, Plan, Sharding, Stage, why_not
+from mixfleet.plan import Pipeline, Plan, Sharding, Stage
+from mixfleet.plan_rules import why_not
 from mixfleet.trace import Span, Trace, compare
 from mixfleet.units import MB, GiB, MiB, show_seconds
 

@@ -10,7 +10,8 @@ import toy
 from mixfleet.cost.kernels import anticipate_s, copy_s
 from mixfleet.cost.memory import allocator_factor
 from mixfleet.job import Job, Optimizer
-from mixfleet.plan import Pipeline, Plan, Sharding, Stage, why_not
+from mixfleet.plan import Pipeline, Plan, Sharding, Stage
+from mixfleet.plan_rules import why_not
 from mixfleet.program.action import Action, Program, by_block, dependencies
 from mixfleet.program.check import check
 from mixfleet.program.layout import Layout

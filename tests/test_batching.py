@@ -16,7 +16,8 @@ from mixfleet.cost.kernels import block_cost
 from mixfleet.errors import InputError
 from mixfleet.job import Data, Job, Lengths
 from mixfleet.model.families import build
-from mixfleet.plan import Pipeline, Plan, Sharding, Stage, why_not
+from mixfleet.plan import Pipeline, Plan, Sharding, Stage
+from mixfleet.plan_rules import why_not
 from mixfleet.samples import open_sizes
 from mixfleet.sim import predict
 from run_pool import CLUSTER, CPU, job, pipe, plan

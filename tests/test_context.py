@@ -14,7 +14,8 @@ from mixfleet.cluster import Cluster, Device, Link, Node
 from mixfleet.cost.kernels import op_s
 from mixfleet.job import Job
 from mixfleet.model.families import build
-from mixfleet.plan import Pipeline, Plan, Sharding, Stage, why_not
+from mixfleet.plan import Pipeline, Plan, Sharding, Stage
+from mixfleet.plan_rules import why_not
 from mixfleet.sim import predict
 
 FIGURES = {"layers": 2, "hidden": 48, "heads": 6, "kv_heads": 2, "ffn": 136, "vocab": 212, "max_seq_len": 4096}

@@ -11,7 +11,8 @@ pytest.importorskip("torch")
 
 from mixfleet.cluster import Cluster
 from mixfleet.job import Job
-from mixfleet.plan import Plan, Sharding, why_not
+from mixfleet.plan import Plan, Sharding
+from mixfleet.plan_rules import why_not
 from mixfleet.program.check import check
 from mixfleet.program.layout import Layout
 from mixfleet.program.lower import lower

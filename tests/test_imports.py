@@ -20,7 +20,7 @@ MAY_IMPORT = {  # the table of docs/architecture.md; a room may also import what
     "samples": {"job"},
     "schedule": {"errors"},
     "plan": {"cluster", "job", "schedule"},
-    "program": {"plan"},
+    "plan_rules": {"plan"}, "program": {"plan_rules"},
     "cost": {"cluster", "job"},
     "batching": {"plan", "cost", "samples"},
     "trace": {"units", "spec"},

@@ -8,7 +8,8 @@ import torch
 import sim_toys
 import toy
 from mixfleet.cost.kernels import host_copy_s
-from mixfleet.plan import Offload, Plan, why_not
+from mixfleet.plan import Offload, Plan
+from mixfleet.plan_rules import why_not
 from mixfleet.program.action import dependencies
 from mixfleet.program.check import check
 from mixfleet.program.layout import Layout

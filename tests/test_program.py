@@ -7,7 +7,8 @@ from hypothesis import given, settings
 
 import toy
 from mixfleet.errors import InputError
-from mixfleet.plan import Pipeline, Plan, Sharding, Stage, why_not
+from mixfleet.plan import Pipeline, Plan, Sharding, Stage
+from mixfleet.plan_rules import why_not
 from mixfleet.program.action import Action, Program, parse_action
 from mixfleet.program.check import check
 from mixfleet.program.lower import lower

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from mixfleet.cost.memory import recompute_bytes
 from mixfleet.errors import InputError
-from mixfleet.plan import Pipeline, Plan, Recompute, Stage, why_not
+from mixfleet.plan import Pipeline, Plan, Recompute, Stage
+from mixfleet.plan_rules import why_not
 from mixfleet.search import find
 from mixfleet.search.recompute import Choice, frontier, room_bytes, spared
 from mixfleet.sim import predict

@@ -18,7 +18,8 @@ import toy
 from mixfleet.cluster import Cluster
 from mixfleet.cost import network
 from mixfleet.job import Job, Optimizer
-from mixfleet.plan import Pipeline, Plan, Sharding, Stage, Synchronization, why_not
+from mixfleet.plan import Pipeline, Plan, Sharding, Stage, Synchronization
+from mixfleet.plan_rules import why_not
 from mixfleet.program.action import dependencies
 from mixfleet.program.check import check
 from mixfleet.program.layout import Layout

@@ -13,7 +13,8 @@ import torch
 
 from mixfleet.errors import InputError
 from mixfleet.job import Job, Optimizer
-from mixfleet.plan import Plan, Sharding, why_not
+from mixfleet.plan import Plan, Sharding
+from mixfleet.plan_rules import why_not
 from mixfleet.program.action import by_block
 from mixfleet.program.layout import Layout
 from mixfleet.program.lower import lower

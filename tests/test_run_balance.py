@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from mixfleet.plan import Stage, why_not
+from mixfleet.plan import Stage
+from mixfleet.plan_rules import why_not
 from mixfleet.run import TrainError, train
 from mixfleet.run.balance import apart, rebalance, with_samples
 from mixfleet.run.metrics import StepMetrics

@@ -9,7 +9,7 @@ import torch
 
 from mixfleet.batching import Batcher, steps_of
 from mixfleet.job import Data, Lengths, Optimizer, ParamGroup
-from mixfleet.plan import why_not
+from mixfleet.plan_rules import why_not
 from mixfleet.program.layout import Layout
 from mixfleet.program.lower import lower
 from mixfleet.sim.sent import bytes_sent

@@ -11,7 +11,8 @@ import pytest
 from mixfleet.cli import main
 from mixfleet.errors import InputError
 from mixfleet.job import Optimizer
-from mixfleet.plan import Plan, why_not
+from mixfleet.plan import Plan
+from mixfleet.plan_rules import why_not
 from mixfleet.schedule.named import SCHEDULES
 from mixfleet.schedule.properties import properties
 from mixfleet.search.variants import compare, under

@@ -11,7 +11,8 @@ from mixfleet.cluster import Cluster, Device, Link, Node
 from mixfleet.errors import InputError
 from mixfleet.job import Job
 from mixfleet.model.families import build
-from mixfleet.plan import Pipeline, Plan, Stage, why_not
+from mixfleet.plan import Pipeline, Plan, Stage
+from mixfleet.plan_rules import why_not
 from mixfleet.search import Limits, SearchResult, enumerate_all, find
 from mixfleet.search.bounds import bound_s, compute_bound_s, upper_samples_per_s
 from mixfleet.search.candidates import Candidates

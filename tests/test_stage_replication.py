@@ -11,7 +11,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from mixfleet.job import Optimizer
-from mixfleet.plan import Pipeline, Plan, Sharding, Stage, why_not
+from mixfleet.plan import Pipeline, Plan, Sharding, Stage
+from mixfleet.plan_rules import why_not
 from mixfleet.program.check import check
 from mixfleet.program.layout import Layout
 from mixfleet.program.lower import lower

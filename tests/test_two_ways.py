@@ -9,7 +9,8 @@ import pytest
 
 import sim_toys
 import toy
-from mixfleet.plan import Plan, Sharding, why_not
+from mixfleet.plan import Plan, Sharding
+from mixfleet.plan_rules import why_not
 from mixfleet.program.action import JOINT, Program, dependencies
 from mixfleet.program.check import check
 from mixfleet.program.layout import Layout

@@ -15,7 +15,8 @@ import sim_toys
 import toy
 from mixfleet.cluster import Cluster
 from mixfleet.job import Job, Optimizer
-from mixfleet.plan import Pipeline, Plan, Sharding, Synchronization, why_not
+from mixfleet.plan import Pipeline, Plan, Sharding, Synchronization
+from mixfleet.plan_rules import why_not
 from mixfleet.program.action import by_block, dependencies
 from mixfleet.program.check import check
 from mixfleet.program.layout import Layout

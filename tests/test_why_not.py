@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import toy
-from mixfleet.plan import Pipeline, Plan, Sharding, why_not
+from mixfleet.plan import Pipeline, Plan, Sharding
+from mixfleet.plan_rules import why_not
 
 
 def one(pipeline: Pipeline, **sharding: int) -> Plan:

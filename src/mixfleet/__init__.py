@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from mixfleet.plan import Plan as Plan
     from mixfleet.plan import Sharding as Sharding
     from mixfleet.plan import Stage as Stage
-    from mixfleet.plan import why_not as why_not
+    from mixfleet.plan_rules import why_not as why_not
     from mixfleet.program.action import Program as Program
     from mixfleet.program.lower import lower as lower
     from mixfleet.report.chrome import read_trace as read_trace
@@ -53,7 +53,8 @@ _HOME = {
     "job": ("Data", "Job", "Optimizer"),
     "model.families": ("build",),
     "model.spec": ("Model",),
-    "plan": ("Pipeline", "Plan", "Sharding", "Stage", "why_not"),
+    "plan": ("Pipeline", "Plan", "Sharding", "Stage"),
+    "plan_rules": ("why_not",),
     "program.action": ("Program",),
     "program.lower": ("lower",),
     "report.chrome": ("read_trace", "write_trace"),

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from mixfleet.cluster import Cluster
 from mixfleet.errors import InputError, RunError
 from mixfleet.job import Job
-from mixfleet.plan import Plan, why_not
+from mixfleet.plan import Plan
+from mixfleet.plan_rules import why_not
 from mixfleet.run.balance import Rebalance
 from mixfleet.run.host import keep_memory
 from mixfleet.run.metrics import StepMetrics

@@ -22,7 +22,8 @@ from mixfleet.cluster import Cluster
 from mixfleet.cost.kernels import fused_attention
 from mixfleet.errors import InputError, RunError
 from mixfleet.job import Job
-from mixfleet.plan import Pipeline, Plan, Stage, why_not
+from mixfleet.plan import Pipeline, Plan, Stage
+from mixfleet.plan_rules import why_not
 from mixfleet.program.layout import Layout, cut
 from mixfleet.program.lower import lower
 from mixfleet.run.balance import Rebalance, apart, rebalance, with_samples

@@ -18,7 +18,8 @@ from mixfleet.cluster import Cluster
 from mixfleet.cost.money import price_per_hour
 from mixfleet.errors import InputError
 from mixfleet.job import Job
-from mixfleet.plan import Batching, Offload, Plan, ScheduleName, why_not
+from mixfleet.plan import Batching, Offload, Plan, ScheduleName
+from mixfleet.plan_rules import why_not
 from mixfleet.search.bounds import bound_s, compute_bound_s
 from mixfleet.search.candidates import Candidates
 from mixfleet.search.improve import frugal, neighbours

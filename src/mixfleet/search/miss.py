@@ -11,7 +11,8 @@ import numpy as np
 
 from mixfleet.cluster import Cluster
 from mixfleet.job import Job
-from mixfleet.plan import Pipeline, Plan, Sharding, Stage, why_not
+from mixfleet.plan import Pipeline, Plan, Sharding, Stage
+from mixfleet.plan_rules import why_not
 from mixfleet.search.partition import partition
 from mixfleet.search.result import NearestMiss
 from mixfleet.search.space import Team, classes_of, splits, teams

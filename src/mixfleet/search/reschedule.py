@@ -5,7 +5,8 @@ from __future__ import annotations
 from mixfleet.cluster import Cluster
 from mixfleet.cost.memory import allocator_factor
 from mixfleet.job import Job
-from mixfleet.plan import Plan, why_not
+from mixfleet.plan import Plan
+from mixfleet.plan_rules import why_not
 from mixfleet.schedule.greedy import Orders, show_steps
 from mixfleet.schedule.properties import in_flight
 from mixfleet.schedule.search import PLAYED, search

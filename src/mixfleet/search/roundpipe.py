@@ -6,7 +6,8 @@ from mixfleet.cluster import Cluster
 from mixfleet.cost.clock import held_cost
 from mixfleet.errors import InputError
 from mixfleet.job import Job
-from mixfleet.plan import Plan, Sharding, Stage, Synchronization, why_not
+from mixfleet.plan import Plan, Sharding, Stage, Synchronization
+from mixfleet.plan_rules import why_not
 from mixfleet.schedule.rounds import Leg, split
 from mixfleet.sim import predict
 

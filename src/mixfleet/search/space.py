@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from mixfleet.cluster import Cluster, Device
 from mixfleet.job import Job
-from mixfleet.plan import Pipeline, Plan, Recompute, ScheduleName, Sharding, Stage, why_not
+from mixfleet.plan import Pipeline, Plan, Recompute, ScheduleName, Sharding, Stage
+from mixfleet.plan_rules import why_not
 from mixfleet.search.tables import MODES, Tables
 from mixfleet.search.variants import PLANNED, is_deep, laid
 from mixfleet.spec import Spec

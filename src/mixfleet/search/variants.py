@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from mixfleet.cluster import Cluster
 from mixfleet.errors import InputError, unknown
 from mixfleet.job import Job
-from mixfleet.plan import Pipeline, Plan, ScheduleName, why_not
+from mixfleet.plan import Pipeline, Plan, ScheduleName
+from mixfleet.plan_rules import why_not
 from mixfleet.schedule.named import SCHEDULES, straight
 from mixfleet.search.reschedule import reschedule
 from mixfleet.search.roundpipe import in_rounds

@@ -19,7 +19,8 @@ from mixfleet.cost.money import price_per_million_tokens, step_energy_j, step_pr
 from mixfleet.errors import InputError
 from mixfleet.job import Job
 from mixfleet.model.spec import Size
-from mixfleet.plan import Plan, why_not
+from mixfleet.plan import Plan
+from mixfleet.plan_rules import why_not
 from mixfleet.program.action import PUBLISH, STEP, Action, B, F, Program, stream_of
 from mixfleet.program.layout import Layout
 from mixfleet.program.lower import lower
