@@ -96,6 +96,13 @@ def test_a_written_file_reads_back_and_short_things_are_on_one_line(tmp_path):
     assert read_yaml(tmp_path / "f.yaml").data == {**data, "t": ["u", 1e-9]}
 
 
+@pytest.mark.parametrize("text", [": 0", "::", "?x", "? x", "-", "- a", "a: b", "a #b", "[x", "0 :0", "'", '"a": b'])
+def test_any_text_can_be_a_name(tmp_path, text):
+    data = {"flow": {"n": text, "list": [text, 1]}, "block": text, text: 2}
+    write_yaml(tmp_path / "f.yaml", data)
+    assert read_yaml(tmp_path / "f.yaml").data == data
+
+
 def test_comments_of_a_person_stay_with_their_keys(write):
     path = write("# top\na: 1  # about a\nlist:\n  - {n: x, v: 1}  # first\n  - {n: y, v: 2}\ngone: 3\n")
     write_yaml(path, {"a": 7, "list": [{"n": "x", "v": 9}], "new": "z"}, header="not wanted")

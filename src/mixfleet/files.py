@@ -224,10 +224,13 @@ def _inside(t: Any, key: str | int) -> Iterator[Any]:
 def _styled(data: Any) -> Any:
     """ruamel's containers, on one line where that is short."""
     from ruamel.yaml.comments import CommentedMap, CommentedSeq
+    from ruamel.yaml.scalarstring import SingleQuotedScalarString
 
     tree: Any
+    if isinstance(data, str) and data.startswith((":", "?")):
+        return SingleQuotedScalarString(data)  # ruamel writes `[: 0]` and `[?x]`, which it cannot read
     if isinstance(data, Mapping):
-        tree = CommentedMap({k: _styled(v) for k, v in data.items()})
+        tree = CommentedMap({_styled(k): _styled(v) for k, v in data.items()})
     elif isinstance(data, (list, tuple)):
         tree = CommentedSeq(map(_styled, data))
     else:
