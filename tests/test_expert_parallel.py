@@ -16,6 +16,7 @@ from mixfleet.plan_rules import why_not
 from mixfleet.program.check import check
 from mixfleet.program.layout import Layout
 from mixfleet.program.lower import lower
+from mixfleet.run import train
 from mixfleet.sim import predict
 from mixfleet.sim.memory import static
 from mixfleet.sim.sent import bytes_sent
@@ -194,3 +195,18 @@ def test_the_example_is_possible() -> None:
     assert why_not(made, work, where) is None
     layout = Layout(made, work.model)
     assert [layout.plan.experts_of(k, 8) for k in range(8)] == [(k, k + 1) for k in range(8)]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_read_under_another_degree_and_by_one_process(tmp_path: Path) -> None:
+    """Five experts on four replicas, then on two groups of two, then one process: losses as if nothing had changed."""
+    work = job(8, figures=FIVE, **CLIP).replace(steps=6)
+    plans = [routed_plan(expert=4), plan(replicas(4), sharding=(1, 2, 4)).replace(expert=2),
+             plan(pipe((0, 5), (0,), samples=8, micro_batch=8))]
+    losses: list[float] = []
+    for i, made in enumerate(plans):
+        found = train(made, work, CLUSTER, steps=2 * (i + 1), out_dir=tmp_path / str(i),
+                      resume=tmp_path / str(i - 1) / "checkpoints" if i else "")
+        losses += found.losses
+    whole = train(plans[-1], work, CLUSTER, steps=6)
+    assert losses == pytest.approx(whole.losses, rel=1e-9)
