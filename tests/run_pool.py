@@ -23,6 +23,8 @@ from mixfleet.run.collective import Groups, Sums
 from mixfleet.run.source import DecoderSource
 from mixfleet.run.state import Numbers
 from mixfleet.schedule.named import SCHEDULES
+from mixfleet.sim.memory import static
+from mixfleet.sim.sent import bytes_sent
 
 CPU = Device(name="cpu", kind="cpu", flops={"fp32": 1e10, "fp64": 5e9}, vector_flops=1e10, memory_bytes=2**31,
              memory_Bps=1e10)
@@ -218,6 +220,35 @@ class Pool:
     def close(self) -> None:
         for process in self._processes:
             process.kill()
+
+
+def assert_weights(case: Case, found: list[Outcome], weights: dict[tuple[int, str], torch.Tensor]) -> None:
+    """All ranks together hold the weights, by (block, parameter), to 1e-9, and nothing twice."""
+    split = {f"{b.name}/{p.name}": (i, p) for i, b in enumerate(case.job.model.blocks) for p in b.params}
+    covered = 0
+    for outcome in found:
+        for tensor, kind, lo, hi, values in outcome.pieces:
+            if kind == "weights":
+                i, p = split[tensor]
+                whole = weights[i, p.name].movedim(p.split or 0, 0).reshape(-1)
+                torch.testing.assert_close(values, whole[lo:hi], rtol=1e-9, atol=1e-12)
+                covered += hi - lo
+    assert covered == sum(w.numel() for w in weights.values())
+
+
+def assert_bytes_and_state(case: Case, found: list[Outcome]) -> None:
+    """Every rank sent, by kind, and holds what the simulator says; for cases of two steps."""
+    layout = Layout(case.plan, case.job.model)
+    expected = bytes_sent(lower(case.plan, case.job.model, layout), case.plan, case.job, layout)
+    for rank, outcome in zip(case.plan.ranks, found):
+        sent: Counter[str] = Counter()
+        for (op, _), nbytes in outcome.sent.items():
+            sent[op] += nbytes
+        assert {op: n for op, n in sent.items() if n} == {op: 2 * n for op, n in expected[str(rank)].items()}
+        state = static(layout, case.job, rank)
+        assert outcome.state_bytes == {"weights": state.weights, "gradients": state.gradients,
+                                       "optimizer": state.master + state.moments}
+        assert CLUSTER.devices[rank].memory_bytes > sum(state)
 
 
 def expected_bytes(case: Case) -> dict[tuple[str, int, int], int]:

@@ -27,7 +27,7 @@ from mixfleet.run.state import Numbers
 from mixfleet.run.trainer import capture
 from mixfleet.schedule.asynchronous import readings
 from mixfleet.sim.sent import bytes_sent
-from run_pool import CLUSTER, Case, MaskedSource, Pool, job, pipe, plan
+from run_pool import CLUSTER, Case, MaskedSource, Pool, assert_weights, job, pipe, plan
 
 ADAM = Optimizer(lr=3e-2, weight_decay=0.1)
 SGD = Optimizer(name="sgd", lr=0.3, momentum=0.8, weight_decay=0.02)
@@ -161,16 +161,7 @@ def test_equals_one_process_that_reads_the_stated_versions(pool: Pool, name: str
     found = pool.run(case)
     losses, weights = Alone(case).train()
     assert found[0].losses == pytest.approx(losses, rel=1e-9)
-    split = {f"{b.name}/{p.name}": (i, p) for i, b in enumerate(case.job.model.blocks) for p in b.params}
-    covered = 0
-    for outcome in found:
-        for tensor, kind, lo, hi, values in outcome.pieces:
-            if kind == "weights":
-                i, p = split[tensor]
-                whole = weights[i, p.name].movedim(p.split or 0, 0).reshape(-1)
-                torch.testing.assert_close(values, whole[lo:hi], rtol=1e-9, atol=1e-12)
-                covered += hi - lo
-    assert covered == sum(w.numel() for w in weights.values())
+    assert_weights(case, found, weights)
     _met_what_the_program_says(case, found)
 
 

@@ -1,14 +1,9 @@
 """Law 5: a prediction counts the bytes that the runtime sends, and the state that it holds, exactly."""
 
-from collections import Counter
 
 import pytest
 
-from mixfleet.program.layout import Layout
-from mixfleet.program.lower import lower
-from mixfleet.sim.memory import static
-from mixfleet.sim.sent import bytes_sent
-from run_pool import CLUSTER, Case, Pool, job, pipe, plan
+from run_pool import Case, Pool, assert_bytes_and_state, job, pipe, plan
 
 CASES = {
     "pipelines with uneven micro-batches": plan(
@@ -41,14 +36,4 @@ def test_bytes_and_state_are_those_of_the_runtime(name: str, precision: str, poo
     # Every token to every expert: then routing is even, as the prediction has it.
     experts = {"experts": 4, "experts_per_token": 4, "expert_ffn": 6, "shared_ffn": 8} if "experts" in name else {}
     case = Case(CASES[name], job(CASES[name].global_batch, precision=precision, figures=experts), steps=2)
-    layout = Layout(case.plan, case.job.model)
-    expected = bytes_sent(lower(case.plan, case.job.model, layout), case.plan, case.job, layout)
-    for rank, outcome in zip(case.plan.ranks, pool.run(case)):
-        sent: Counter[str] = Counter()
-        for (op, _), nbytes in outcome.sent.items():
-            sent[op] += nbytes
-        assert {op: n for op, n in sent.items() if n} == {op: 2 * n for op, n in expected[str(rank)].items()}
-        state = static(layout, case.job, rank)
-        assert outcome.state_bytes == {"weights": state.weights, "gradients": state.gradients,
-                                       "optimizer": state.master + state.moments}
-        assert CLUSTER.devices[rank].memory_bytes > sum(state)
+    assert_bytes_and_state(case, pool.run(case))

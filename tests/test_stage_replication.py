@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
@@ -22,9 +21,7 @@ from mixfleet.schedule.greedy import stuck
 from mixfleet.schedule.named import one_f_one_b
 from mixfleet.sim import predict
 from mixfleet.sim.interpreter import play
-from mixfleet.sim.memory import static
-from mixfleet.sim.sent import bytes_sent
-from run_pool import CLUSTER, Case, Pool, job, pipe, plan
+from run_pool import CLUSTER, Case, Pool, assert_bytes_and_state, job, pipe, plan
 from sim_toys import MS, block, cluster, device, free_overheads
 from sim_toys import job as toy_job
 from test_run_equality import check_equality
@@ -81,16 +78,7 @@ def test_equals_one_process_and_sends_the_bytes_predicted(name: str, pool: Pool)
 @pytest.mark.parametrize("name", [name for name in CASES if "halves" not in name])
 def test_bytes_and_state_are_those_predicted(name: str, pool: Pool) -> None:
     case = CASES[name]._replace(job=CASES[name].job.replace(precision="bf16"), steps=2, masked=False)
-    layout = Layout(case.plan, case.job.model)
-    expected = bytes_sent(lower(case.plan, case.job.model, layout), case.plan, case.job, layout)
-    for rank, outcome in zip(case.plan.ranks, pool.run(case)):
-        sent: Counter[str] = Counter()
-        for (op, _), nbytes in outcome.sent.items():
-            sent[op] += nbytes
-        assert {op: n for op, n in sent.items() if n} == {op: 2 * n for op, n in expected[str(rank)].items()}
-        state = static(layout, case.job, rank)
-        assert outcome.state_bytes == {"weights": state.weights, "gradients": state.gradients,
-                                       "optimizer": state.master + state.moments}
+    assert_bytes_and_state(case, pool.run(case))
 
 
 @st.composite

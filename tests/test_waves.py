@@ -35,7 +35,7 @@ from mixfleet.sim import predict
 from mixfleet.sim.hazards import hazards
 from mixfleet.sim.interpreter import play
 from mixfleet.sim.sent import bytes_sent
-from run_pool import CLUSTER, Case, MaskedSource, Pool, job, pipe, plan, reference
+from run_pool import CLUSTER, Case, MaskedSource, Pool, assert_weights, job, pipe, plan, reference
 from sim_toys import free_overheads  # noqa: F401
 from test_program import edited
 from test_sim_hazards import reachable
@@ -273,19 +273,6 @@ def test_equals_the_virtual_workers_by_hand(pool: Pool, name: str) -> None:
     assert found[0].losses == pytest.approx(losses, rel=1e-9)
     assert_weights(case, found, weights)
     assert_met(case, found)
-
-
-def assert_weights(case: Case, found: list[Any], weights: dict[Any, torch.Tensor]) -> None:
-    split = {f"{b.name}/{p.name}": (i, p) for i, b in enumerate(case.job.model.blocks) for p in b.params}
-    covered = 0
-    for outcome in found:
-        for tensor, kind, lo, hi, values in outcome.pieces:
-            if kind == "weights":
-                i, p = split[tensor]
-                whole = weights[i, p.name].movedim(p.split or 0, 0).reshape(-1)
-                torch.testing.assert_close(values, whole[lo:hi], rtol=1e-9, atol=1e-12)
-                covered += hi - lo
-    assert covered == sum(w.numel() for w in weights.values())
 
 
 def assert_met(case: Case, found: list[Any], *, exact: bool = True) -> None:
