@@ -1,6 +1,8 @@
 """What is discovered about this machine, and what is measured on it."""
 
 import importlib.util
+import re
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -9,6 +11,7 @@ import pytest
 
 from mixfleet.calibrate import MeasurementError, discover, profile_job
 from mixfleet.calibrate.discover import _evened, catalog_name, gpu_from_driver
+from mixfleet.calibrate.kernels import foreign_part
 from mixfleet.calibrate.links import loopback_of, partner, turns_s
 from mixfleet.calibrate.pinned import available_cores, run_pinned
 from mixfleet.catalog.devices import device_fields, names
@@ -190,6 +193,29 @@ def test_measured_blocks_are_what_the_cost_model_then_says(tmp_path):
     assert 1e-4 < optimizer_s(2**20, cluster.devices[0], job) < 1
     cluster.save(tmp_path / "c.yaml")
     assert Cluster.load(tmp_path / "c.yaml") == cluster
+
+
+@pytest.mark.parametrize(("cpu", "wall", "share", "foreign"), [
+    (1.2, 1.2, 1.0, 0.0), (0.3, 1.2, 1.0, 0.75), (0.3, 1.2, 0.5, 0.5), (0.6, 1.2, 0.5, 0.0), (0.9, 1.2, 0.5, 0.0)])
+def test_what_a_rank_did_not_get_of_its_share_went_to_others(cpu, wall, share, foreign):
+    assert foreign_part(cpu, wall, share) == pytest.approx(foreign)
+
+
+@pytest.mark.slow
+@needs_torch
+def test_other_work_on_the_core_is_noticed_and_allowed_for(tmp_path):
+    (tmp_path / "j.yaml").write_text(
+        "mixfleet: job/1\nmodel: {layers: 2, hidden: 96, heads: 3, vocab: 31, max_seq_len: 40}\nseq_len: 40\n"
+        "global_batch: 12\nprecision: fp32\n")
+    job, plain, notes = Job.load(tmp_path / "j.yaml"), discover([(A,)], measure=False), []
+    busy = subprocess.Popen([sys.executable, "-c", f"import os\nos.sched_setaffinity(0, [{A}])\nwhile True: pass"])
+    try:
+        profile_job(job, plain, micro_batches=[2], note=notes.append)
+    finally:
+        busy.kill()
+        busy.wait()
+    (note,) = notes
+    assert int(re.match(r"other programs took (\d+)% of what rank 0 may use", note)[1]) > 25
 
 
 def test_only_one_machine_can_be_profiled():

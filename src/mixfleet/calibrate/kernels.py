@@ -30,6 +30,8 @@ _CHAIN_WINDOW_S = 1.0
 _MOST_ALIKE = 4
 _TOO_SLOW_S = 4.0
 _OPTIMIZER_ELEMENTS = 2**20
+_FOREIGN = 0.1
+"""Part of a rank's core that others may take before its times are corrected: below it, shares themselves waver."""
 _ROOFLINE_KINDS = ("gemm", "attention", "norm", "softmax", "loss", "elementwise", "embedding")
 
 
@@ -87,15 +89,16 @@ def best_s(work: Callable[[], Any], window_s: float = _WINDOW_S, before: Callabl
 
 def profile_job(job: Job, cluster: Cluster, *, micro_batches: Sequence[int] = (), links: bool = True,
                 enter: Callable[[int], None] | None = None, environment: Mapping[str, str] | None = None,
-                loaded: Callable[[], None] | None = None) -> Cluster:
+                loaded: Callable[[], None] | None = None, note: Callable[[str], None] = lambda _: None) -> Cluster:
     """`cluster`, which must be this one machine, with what the job's blocks really take on each of its devices.
 
     All devices work at the same time, and blocks run as in training: forwards one after another, then backwards, with
     activations held between. Every kind is measured for a few micro-batches, without tensor parallelism; for shapes
     that were not measured, the efficiencies are scaled to agree. The optimizer and the link between the processes
     (unless `links` is off) are measured too. With `enter` (and `environment`, `loaded`: see `run_pinned`) the
-    processes of several nodes are taken where they belong; links between nodes are those of the cluster then. Raises
-    InputError for a job that cannot be trained here and MeasurementError if a process dies.
+    processes of several nodes are taken where they belong; links between nodes are those of the cluster then. Where
+    other programs took a part of the cores meanwhile, times are what the ranks' CPU time says, and `note` is told.
+    Raises InputError for a job that cannot be trained here and MeasurementError if a process dies.
     """
     if len(cluster.nodes) > 1 and not enter:
         raise InputError(f"cluster {cluster.name} has {len(cluster.nodes)} nodes; only this machine can be measured")
@@ -105,8 +108,13 @@ def profile_job(job: Job, cluster: Cluster, *, micro_batches: Sequence[int] = ()
         found = run_pinned(f"{__name__}:job_times", [d.cores for d in cluster.devices],
                            {"job_path": f"{folder}/job.yaml", "micro_batches": sizes, "links": links,
                             "kinds": [d.kind for d in cluster.devices],
+                            "shares": [d.share for d in cluster.devices],
                             "fused": [fused_attention(d, job) for d in cluster.devices]}, timeout_s=1800,
                            enter=enter, environment=environment, loaded=loaded)
+    worst = max(found, key=lambda times: times["foreign"])
+    if worst["foreign"] > _FOREIGN:
+        note(f"other programs took {worst['foreign']:.0%} of what rank {found.index(worst)} may use of its cores; times "
+             "of blocks allow for that, those of messages do not: measure again on an idle machine")
     alike: dict[Device, list[dict[str, Any]]] = defaultdict(list)
     for times, turn_s in zip(found, turns_s([f["meetings"] for f in found], cluster.devices)):
         times["turn_s"] = turn_s
@@ -155,10 +163,11 @@ def _digits(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def job_times(job_path: str, micro_batches: list[int], kinds: list[str], fused: list[bool], links: bool = True
-              ) -> dict[str, Any]:
-    """Seconds of forward and backward per block kind and micro-batch, and of an optimizer step; between CPU processes
-    also what `messages`, `meetings` and (with `links`) `exchange` return."""
+def job_times(job_path: str, micro_batches: list[int], kinds: list[str], shares: list[float], fused: list[bool],
+              links: bool = True) -> dict[str, Any]:
+    """Seconds of forward and backward per block kind and micro-batch, and of an optimizer step; the largest part of
+    its share of a core that others took; between CPU processes also what `messages`, `meetings` and (with `links`)
+    `exchange` return."""
     import torch
     import torch.distributed as dist
 
@@ -174,25 +183,26 @@ def job_times(job_path: str, micro_batches: list[int], kinds: list[str], fused: 
     chain = sorted(i for indices in of_kind.values() for i in indices)
     attention: Literal["fused", "eager"] = "fused" if fused[rank] else "eager"
     modules = [build_blocks(job.model, [i], device=device, dtype=dtype, attention=attention)[0] for i in chain]
+    clock = _Clock(device, shares[rank])
     rows = []
     for size in micro_batches:
-        times = dict(zip(chain, _chain_times(job, chain, modules, size, device, dtype)))
+        times = dict(zip(chain, _chain_times(job, chain, modules, size, clock, dtype)))
         rows += [{"block": kind, "micro_batch": size, "forward": fmean(times[i][0] for i in indices),
                   "backward": fmean(times[i][1] for i in indices)} for kind, indices in of_kind.items()]
         if _slowest(sum(f + b for f, b in times.values())) > _TOO_SLOW_S:
             break
     talk = len(kinds) > 1 and set(kinds) == {"cpu"}
-    return {"blocks": rows, "optimizer": _optimizer_s(job, device), "messages": messages() if talk else {},
-            "meetings": meetings() if talk else {}, "exchange": exchange() if links and len(kinds) > 1 else []}
+    return {"blocks": rows, "optimizer": _optimizer_s(job, clock), "foreign": clock.foreign,
+            "messages": messages() if talk else {}, "meetings": meetings() if talk else {}, "exchange": exchange() if links and len(kinds) > 1 else []}
 
 
-def _chain_times(job: Job, chain: list[int], modules: list[nn.Module], size: int, device: Any, dtype: Any
+def _chain_times(job: Job, chain: list[int], modules: list[nn.Module], size: int, clock: _Clock, dtype: Any
                  ) -> list[tuple[float, float]]:
     """Seconds of forward and backward of each block of a chain, run as a training step runs it."""
     import torch
 
-    tokens = torch.randint(0, job.model.vocab, (size, job.seq_len), device=device)
-    x = torch.randn(size, job.seq_len, job.model.hidden, device=device, dtype=dtype)
+    tokens = torch.randint(0, job.model.vocab, (size, job.seq_len), device=clock.device)
+    x = torch.randn(size, job.seq_len, job.model.hidden, device=clock.device, dtype=dtype)
     leaves: list[Tensor] = []
     outputs: list[Tensor] = []
     gradients: list[Tensor] = []
@@ -212,39 +222,54 @@ def _chain_times(job: Job, chain: list[int], modules: list[nn.Module], size: int
         gradients.clear()
 
     steps = [partial(forward, i, m) for i, m in zip(chain, modules)]
-    times = _alternating([*steps, *[backward] * len(chain), end], device, _CHAIN_WINDOW_S)
+    times = clock.alternating([*steps, *[backward] * len(chain), end], _CHAIN_WINDOW_S)
     return list(zip(times[:len(chain)], reversed(times[len(chain):-1])))
 
 
-def _optimizer_s(job: Job, device: Any) -> float:
+def _optimizer_s(job: Job, clock: _Clock) -> float:
     import torch
 
     from mixfleet.run.optim import FlatOptimizer, Run
 
-    value, gradient = (torch.full((_OPTIMIZER_ELEMENTS,), 1e-3, device=device) for _ in range(2))
+    value, gradient = (torch.full((_OPTIMIZER_ELEMENTS,), 1e-3, device=clock.device) for _ in range(2))
     optimizer = FlatOptimizer(job.optimizer, [Run(0, _OPTIMIZER_ELEMENTS, 1.0, job.optimizer.weight_decay)], [value])
-    return _alternating([partial(optimizer.step, [value], [gradient], 1.0, job.optimizer.lr)], device)[0]
+    return clock.alternating([partial(optimizer.step, [value], [gradient], 1.0, job.optimizer.lr)])[0]
 
 
-def _alternating(parts: Sequence[Callable[[], Any]], device: Any, window_s: float = _WINDOW_S) -> list[float]:
-    """Mean seconds of each part, run in turn for as long as the window lasts on every rank at once."""
-    import torch
-    import torch.distributed as dist
+class _Clock:
+    """Times work on a device of which the process may use a share; remembers how much of it others took."""
 
-    for part in parts:
-        part()
-    totals = [0.0] * len(parts)
-    dist.barrier()
-    rounds, end = 0, perf_counter() + window_s
-    while perf_counter() < end or rounds < 2:
-        for i, part in enumerate(parts):
-            start = perf_counter()
+    def __init__(self, device: Any, share: float) -> None:
+        self.device, self.share, self.foreign = device, share, 0.0
+
+    def alternating(self, parts: Sequence[Callable[[], Any]], window_s: float = _WINDOW_S) -> list[float]:
+        """Mean seconds of each part, run in turn for as long as the window lasts on every rank at once."""
+        import torch
+        import torch.distributed as dist
+
+        for part in parts:
             part()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            totals[i] += perf_counter() - start
-        rounds += 1
-    return [total / rounds for total in totals]
+        totals = [0.0] * len(parts)
+        dist.barrier()
+        rounds, begin, cpu = 0, perf_counter(), process_time()
+        while perf_counter() < begin + window_s or rounds < 2:
+            for i, part in enumerate(parts):
+                start = perf_counter()
+                part()
+                if self.device.type == "cuda":
+                    torch.cuda.synchronize(self.device)
+                totals[i] += perf_counter() - start
+            rounds += 1
+        taken = foreign_part(process_time() - cpu, perf_counter() - begin, self.share)
+        if self.device.type == "cuda" or torch.get_num_threads() > 1:  # their CPU time says nothing
+            taken = 0.0
+        self.foreign = max(self.foreign, taken)
+        return [total / rounds * (1 - taken if taken > _FOREIGN else 1) for total in totals]
+
+
+def foreign_part(cpu_s: float, wall_s: float, share: float) -> float:
+    """The part of its share of a core that a process which always had work did not get, so that others had it."""
+    return max(0.0, 1 - cpu_s / (share * wall_s))
 
 
 def _slowest(seconds: float) -> float:

@@ -31,7 +31,7 @@ def discover(output: Path | None, ranks: str | None, measure: bool, profile: Pat
     if profile:
         job = Job.load(profile)
         progress(f"measuring the blocks of {job.name} ...")
-        cluster = calibrate.profile_job(job, cluster)
+        cluster = calibrate.profile_job(job, cluster, note=progress)
     if output:
         cluster.save(output)
         progress(f"wrote {output}")

@@ -144,7 +144,7 @@ def profile(cluster: Path, job: Path, emulate: bool, output: Path) -> None:
     assert bed is not None
     with bed:
         progress(f"measuring the blocks of {loaded.name} ...")
-        measure(bed, wanted, loaded).save(output, header=bed.state.note)
+        measure(bed, wanted, loaded, note=progress).save(output, header=bed.state.note)
     progress(f"wrote {output}")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from mixfleet.calibrate.kernels import profile_job
 from mixfleet.calibrate.links import latency_s
@@ -12,7 +12,8 @@ from mixfleet.job import Job
 from mixfleet.testbed.bed import LATENCY_S, Testbed
 
 
-def profile(bed: Testbed, cluster: Cluster, job: Job, *, micro_batches: Sequence[int] = ()) -> Cluster:
+def profile(bed: Testbed, cluster: Cluster, job: Job, *, micro_batches: Sequence[int] = (),
+            note: Callable[[str], None] = lambda _: None) -> Cluster:
     """`cluster` as the testbed realises it, with the block times of `job` under the quotas of the devices.
 
     Rates of links are those of the file; only the latency is measured, where it cannot be set.
@@ -20,7 +21,7 @@ def profile(bed: Testbed, cluster: Cluster, job: Job, *, micro_batches: Sequence
     with bed.unthrottled() as throttle:
         here = bed.realised(cluster, latency(bed))
         return profile_job(job, here, micro_batches=micro_batches, links=False, enter=bed.enter,
-                           environment=bed.enter.environment, loaded=throttle)
+                           environment=bed.enter.environment, loaded=throttle, note=note)
 
 
 def latency(bed: Testbed) -> float:
