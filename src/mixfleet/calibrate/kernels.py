@@ -113,8 +113,8 @@ def profile_job(job: Job, cluster: Cluster, *, micro_batches: Sequence[int] = ()
                            enter=enter, environment=environment, loaded=loaded)
     worst = max(found, key=lambda times: times["foreign"])
     if worst["foreign"] > _FOREIGN:
-        note(f"other programs took {worst['foreign']:.0%} of what rank {found.index(worst)} may use of its cores; times "
-             "of blocks allow for that, those of messages do not: measure again on an idle machine")
+        note(f"other programs took {worst['foreign']:.0%} of what rank {found.index(worst)} may use of its cores; "
+             "times of blocks allow for that, those of messages do not: measure again on an idle machine")
     alike: dict[Device, list[dict[str, Any]]] = defaultdict(list)
     for times, turn_s in zip(found, turns_s([f["meetings"] for f in found], cluster.devices)):
         times["turn_s"] = turn_s
@@ -193,7 +193,8 @@ def job_times(job_path: str, micro_batches: list[int], kinds: list[str], shares:
             break
     talk = len(kinds) > 1 and set(kinds) == {"cpu"}
     return {"blocks": rows, "optimizer": _optimizer_s(job, clock), "foreign": clock.foreign,
-            "messages": messages() if talk else {}, "meetings": meetings() if talk else {}, "exchange": exchange() if links and len(kinds) > 1 else []}
+            "messages": messages() if talk else {}, "meetings": meetings() if talk else {},
+            "exchange": exchange() if links and len(kinds) > 1 else []}
 
 
 def _chain_times(job: Job, chain: list[int], modules: list[nn.Module], size: int, clock: _Clock, dtype: Any
