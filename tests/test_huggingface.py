@@ -16,8 +16,9 @@ from torch import nn
 
 from mixfleet.cli import main
 from mixfleet.errors import InputError
+from mixfleet.job import Job
 from mixfleet.model.families import build
-from mixfleet.model.huggingface import family_of
+from mixfleet.model.huggingface import family_of, unlike
 from mixfleet.model.spec import Model
 from mixfleet.run import Options, TrainResult, train
 from mixfleet.run.checkpoint import Reader, Saving, State, shapes
@@ -31,8 +32,9 @@ from test_modules import CONFIGS, GPT, LLAMA
 
 torch.set_num_threads(1)
 MODELS: dict[str, dict[str, Any]] = {
-    **{family: {"model_type": family, **config} for family, config in CONFIGS.items()
-       if family not in ("mixtral", "qwen3_moe")},
+    **{family: {"model_type": family, **config} for family, config in CONFIGS.items()},
+    "style llama, experts": {"layers": 2, "hidden": 40, "heads": 4, "ffn": 58, "vocab": 53, "max_seq_len": 64,
+                             "experts": 4, "experts_per_token": 2, "expert_ffn": 26, "expert_skew": 1.5},
     "llama with biases": {"model_type": "llama", **CONFIGS["llama"], "attention_bias": True, "mlp_bias": True},
     "neox in sequence": {"model_type": "gpt_neox", **CONFIGS["gpt_neox"], "use_parallel_residual": False},
     "style llama": LLAMA, "style gpt": GPT, "style llama, tied, qk": LLAMA | {"tied": True, "qk_norm": True},
@@ -85,14 +87,20 @@ def test_transformers_loads_an_export_and_gives_the_same_logits(name: str, dtype
         monkeypatch.setattr(torch, "float", dtype)
         monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "theirs", dtype=dtype, attn_implementation="eager", output_loading_info=True)
+        tmp_path / "theirs", dtype=dtype, attn_implementation="eager", output_loading_info=True,
+        **({"experts_implementation": "eager"} if model.config["experts"] else {}))  # the grouped one has no fp64
     assert not [k for what in ("missing_keys", "unexpected_keys", "mismatched_keys") for k in info[what]]
     assert next(theirs.parameters()).dtype == dtype
     tokens = torch.randint(0, model.vocab, (3, 12), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         want, got = logits(model, root, tokens, dtype), theirs.eval()(tokens).logits
     assert float((want - got).abs().max()) < near
-    assert build(tmp_path / "theirs").config == model.config
+    again = build(tmp_path / "theirs").config
+    if name == "style llama, experts":  # no layer has the width of `ffn`, and transformers has no word for `skew`
+        assert again["ffn"] == 26
+        assert not unlike(again, model.config)
+    else:
+        assert again == model.config
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -127,6 +135,8 @@ def test_what_cannot_be_exported_says_why(tmp_path: Path) -> None:
     odd = build({"style": "gpt", "layers": 1, "hidden": 12, "heads": 2, "vocab": 31, "kv_heads": 1})
     with pytest.raises(InputError, match="no architecture of transformers is decoder; the nearest, gpt2, differs in"):
         family_of(odd)
+    with pytest.raises(InputError, match=r"the nearest, mixtral, differs in: experts$"):  # which has none for all tokens
+        family_of(build(MODELS["style llama, experts"] | {"shared_ffn": 20}))
     model = build(GPT)
     saved(tmp_path / "ours", model, torch.float32)
     (tmp_path / "full").mkdir()
@@ -166,8 +176,9 @@ def alone(tmp_path: Path) -> Iterator[Callable[..., TrainResult]]:
     """Train in this process, the only rank."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1)
 
-    def run(**options: Any) -> TrainResult:
-        rank = Rank(ALONE, job(), CLUSTER, DecoderSource(job()), 0)
+    def run(work: Job | None = None, **options: Any) -> TrainResult:
+        work = work or job()
+        rank = Rank(ALONE, work, CLUSTER, DecoderSource(work), 0)
         found = Options(**options)
         rank.start(weights=Path(found.init_from) if found.init_from else None)
         try:
@@ -181,18 +192,21 @@ def alone(tmp_path: Path) -> Iterator[Callable[..., TrainResult]]:
     dist.destroy_process_group()
 
 
-def test_training_from_an_export_goes_on_where_it_was(alone: Callable[..., TrainResult], tmp_path: Path) -> None:
-    alone(steps=2, out_dir=str(tmp_path))
+@pytest.mark.parametrize("figures", [{}, {"style": "llama", "experts": 5, "experts_per_token": 2, "expert_ffn": 12}])
+def test_training_from_an_export_goes_on_where_it_was(figures: dict[str, Any], alone: Callable[..., TrainResult],
+                                                      tmp_path: Path) -> None:
+    work = job(figures=figures)
+    alone(work, steps=2, out_dir=str(tmp_path))
     root = tmp_path / "checkpoints"
     export(root, tmp_path / "hf")
-    source = DecoderSource(job())
+    source = DecoderSource(work)
     source.open(0, 0)
     tokens, targets = source.batch(0, 0, 6)
-    found = logits(job().model, root, tokens, torch.float64)
+    found = logits(work.model, root, tokens, torch.float64)
     want = float(nn.functional.cross_entropy(found.flatten(0, 1), targets.flatten()))
     for start in ("hf", "checkpoints"):
-        assert alone(steps=1, init_from=str(tmp_path / start)).losses[0] == pytest.approx(want, rel=1e-9)
-    assert abs(alone(steps=1).losses[0] - want) > 1e-3
+        assert alone(work, steps=1, init_from=str(tmp_path / start)).losses[0] == pytest.approx(want, rel=1e-9)
+    assert abs(alone(work, steps=1).losses[0] - want) > 1e-3
     with pytest.raises(InputError, match="either resume or init_from"):
         train(ALONE, job(), CLUSTER, init_from=tmp_path / "hf", resume=tmp_path)
 

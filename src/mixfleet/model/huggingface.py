@@ -29,10 +29,13 @@ class Weight(NamedTuple):
     rows: tuple[int, ...]
     """First dimension of each part."""
     form: Form = "joined"
+    expert: int = -1
+    """Of routed experts, which are one tensor of ours: the one that this is."""
 
 
 class _Family(NamedTuple):
-    """Modules by their names there, with ours. `layer` names are below `layers.<i>.`."""
+    """Modules by their names there, with ours. `layer` names are below `layers.<i>.`; a star stands for an expert's
+    number."""
 
     architecture: str
     layers: str
@@ -98,8 +101,24 @@ def _opt(c: TransformerConfig) -> dict[str, Any]:
                         "do_layer_norm_before": c.norm_position == "pre"}
 
 
-def _llama_like(architecture: str, config: Callable[[TransformerConfig], dict[str, Any]]) -> _Family:
-    return _Family(architecture, "model.layers", {"model.embed_tokens": "tokens"}, _LLAMA_LAYER,
+def _mixtral(c: TransformerConfig) -> dict[str, Any]:
+    experts = c.experts
+    assert experts is not None
+    return _llama(c) | {"intermediate_size": experts.ffn, "num_local_experts": experts.count,
+                        "num_experts_per_tok": experts.per_token, "sliding_window": c.window or None}
+
+
+def _qwen3_moe(c: TransformerConfig) -> dict[str, Any]:
+    experts = c.experts
+    assert experts is not None
+    return _llama(c) | {
+        "num_experts": experts.count, "num_experts_per_tok": experts.per_token, "moe_intermediate_size": experts.ffn,
+        "norm_topk_prob": experts.normalized, "decoder_sparse_step": 1, "mlp_only_layers": list(experts.dense_layers),
+        "use_sliding_window": c.window > 0, "sliding_window": c.window or None}
+
+
+def _llama_like(architecture: str, config: Callable[[TransformerConfig], dict[str, Any]], **more: str) -> _Family:
+    return _Family(architecture, "model.layers", {"model.embed_tokens": "tokens"}, {**_LLAMA_LAYER, **more},
                    {"model.norm": "norm", "lm_head": "lm"}, config)
 
 
@@ -108,6 +127,11 @@ _FAMILIES = {
     "qwen2": _llama_like("Qwen2ForCausalLM", _qwen),
     "qwen3": _llama_like("Qwen3ForCausalLM", _qwen),
     "mistral": _llama_like("MistralForCausalLM", _mistral),
+    "mixtral": _llama_like("MixtralForCausalLM", _mixtral, **{
+        "block_sparse_moe.gate": "mlp.router", "block_sparse_moe.experts.*.w1": "mlp.experts.gate",
+        "block_sparse_moe.experts.*.w3": "mlp.experts.up", "block_sparse_moe.experts.*.w2": "mlp.experts.down"}),
+    "qwen3_moe": _llama_like("Qwen3MoeForCausalLM", _qwen3_moe, **{
+        "mlp.gate": "mlp.router", **{f"mlp.experts.*.{x}_proj": f"mlp.experts.{x}" for x in ("gate", "up", "down")}}),
     "gpt2": _Family(
         "GPT2LMHeadModel", "transformer.h", {"transformer.wte": "tokens", "transformer.wpe": "positions"},
         {"ln_1": "norm1", "attn.c_attn": "attention.q attention.k attention.v", "attn.c_proj": "attention.o",
@@ -141,20 +165,37 @@ def family_of(model: Model) -> tuple[str, dict[str, Any]]:
                          f"{', '.join((*_FAMILIES, 'decoder'))}")
     figures = msgspec.convert(model.config, TransformerConfig)
     differ: dict[str, list[str]] = {}
+    routed = figures.experts is not None
     for name in _FAMILIES if model.family == "decoder" else (model.family,):
         family = _FAMILIES[name]
+        if routed != any("*" in theirs for theirs in family.layer):
+            continue
         config = {"architectures": [family.architecture], "model_type": name, **family.config(figures)}
         try:
             again = build(config).config
         except InputError as error:
             differ[name] = [str(error)]
             continue
-        differ[name] = [field for field, value in model.config.items() if again[field] != value]
+        differ[name] = unlike(again, model.config)
         if not differ[name]:
             return name, config
     near = min(differ, key=lambda name: len(differ[name]))
     raise InputError(f"no architecture of transformers is {model.name}; the nearest, {near}, differs in: "
                      f"{', '.join(differ[near])}")
+
+
+def unlike(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """Figures in which two configurations differ, as far as tensors depend on them: predictions alone know how unevenly
+    experts are busy, and without a dense layer nothing has the width of an MLP."""
+    def seen(config: dict[str, Any]) -> dict[str, Any]:
+        experts = config["experts"]
+        if not experts:
+            return config
+        width = config["ffn"] if experts.get("dense_layers") else experts["ffn"]
+        return {**config, "ffn": width, "experts": {**experts, "skew": 1.0}}
+
+    a, b = seen(one), seen(other)
+    return [field for field, value in b.items() if a[field] != value]
 
 
 def weights(model: Model, family: str) -> Iterator[Weight]:
@@ -168,8 +209,12 @@ def weights(model: Model, family: str) -> Iterator[Weight]:
         for theirs, ours in table.items():
             for leaf in ("weight", "bias"):
                 found = [f"{part}.{leaf}" for part in ours.split() if f"{part}.{leaf}" in own]
-                if found:
+                if found and "*" in theirs:
+                    count, *shape = own[found[0]]
+                    yield from (Weight(f"{prefix}{theirs.replace('*', str(e))}.{leaf}", tuple(shape),
+                                       (f"{block.name}/{found[0]}",), (shape[0],), expert=e) for e in range(count))
+                elif found:
                     form, rows = names.forms.get(theirs, "joined"), tuple(own[name][0] for name in found)
-                    shape = (sum(rows), *own[found[0]][1:])
-                    yield Weight(f"{prefix}{theirs}.{leaf}", shape[::-1] if form == "transposed" else shape,
+                    whole = (sum(rows), *own[found[0]][1:])
+                    yield Weight(f"{prefix}{theirs}.{leaf}", whole[::-1] if form == "transposed" else whole,
                                  tuple(f"{block.name}/{name}" for name in found), rows, form)

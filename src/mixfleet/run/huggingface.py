@@ -16,7 +16,7 @@ from torch import Tensor
 from mixfleet.errors import InputError
 from mixfleet.files import write_text
 from mixfleet.model.families import build, restored
-from mixfleet.model.huggingface import Weight, family_of, weights
+from mixfleet.model.huggingface import Weight, family_of, unlike, weights
 from mixfleet.model.spec import Model
 from mixfleet.run.checkpoint import Reader, removed_on_failure, shapes, write_safetensors
 from mixfleet.run.state import DTYPES, Read
@@ -89,7 +89,10 @@ def _files(found: Sequence[Weight], itemsize: int, most: int) -> dict[str, list[
 
 
 def _joined(weight: Weight, reader: Reader, heads: int) -> Tensor:
-    """The tensor as `transformers` has it, from whole tensors of ours."""
+    """The tensor as `transformers` has it, from whole tensors of ours, or one expert's part of them."""
+    if weight.expert >= 0:
+        n = _count(weight)
+        return reader.read(weight.parts[0], "weights", weight.expert * n, (weight.expert + 1) * n).view(weight.shape)
     parts = [reader.whole(part, "weights") for part in weight.parts]
     if weight.form == "by head":
         return torch.stack([p.view(heads, -1, *p.shape[1:]) for p in parts], 1).flatten(0, 2)
@@ -115,13 +118,16 @@ class Pretrained:
     def __init__(self, directory: Path, model: Model) -> None:
         self._directory, self._model = directory, model
         there = build(directory)
-        differ = [f"{name} is {there.config[name]} there and {value} here" for name, value in model.config.items()
-                  if there.config[name] != value and name != "max_seq_len"]
+        differ = [f"{name} is {there.config[name]} there and {model.config[name]} here"
+                  for name in unlike(there.config, model.config) if name != "max_seq_len"]
         if differ:
             raise InputError(f"is of another model than {model.name}: {'; '.join(differ[:3])}", where=str(directory))
         family, _ = family_of(there)
         self._shapes = shapes(model)
-        self._of = {part: weight for weight in weights(model, family) for part in weight.parts}
+        self._of: dict[str, list[Weight]] = {}
+        for weight in weights(model, family):
+            for part in weight.parts:
+                self._of.setdefault(part, []).append(weight)
         self._file_of = self._map()
         self._parts = lru_cache(maxsize=2)(self._read)
 
@@ -164,7 +170,13 @@ class Pretrained:
 
     def read(self, tensor: str, kind: str, lo: int, hi: int) -> Tensor:
         """Elements [lo, hi) of a tensor's canonical flat order, its cut dimension first, in the stored type."""
-        value = self._parts(self._of[tensor])[tensor]
+        one, *others = self._of[tensor]
+        if others:  # a tensor for each expert, one after another
+            n = _count(one)
+            first, end = lo // n, max(lo // n + 1, -(-hi // n))
+            some = [self._parts(weight)[tensor].reshape(-1) for weight in self._of[tensor][first:end]]
+            return torch.cat(some)[lo - first * n:hi - first * n]
+        value = self._parts(one)[tensor]
         return value.movedim(self._shapes[tensor].split or 0, 0).reshape(-1)[lo:hi]
 
 
