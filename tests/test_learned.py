@@ -1,5 +1,7 @@
 """The learned layer: trees against a plain walk, laws of physics, intervals, the fallback, versions."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,7 +14,7 @@ from mixfleet.errors import InputError
 
 NOISE = 0.85
 """More work may be predicted faster by what two library versions on one device differ by at most."""
-H100, A100, L4 = (device_named(n) for n in ("H100-SXM", "A100-SXM4-80GB", "L4"))
+H100, A100, L4, B200 = (device_named(n) for n in ("H100-SXM", "A100-SXM4-80GB", "L4", "B200-SXM"))
 POWERS = st.integers(0, 7)
 
 
@@ -44,13 +46,86 @@ def test_more_work_is_never_faster_by_more_than_noise(m, n, k, which, device):
     assert two >= NOISE * one
 
 
-@settings(max_examples=30, deadline=None)
-@given(m=POWERS, n=POWERS, k=POWERS, factor=st.floats(1.1, 3), field=st.sampled_from(["memory_Bps", "flops"]))
-def test_a_faster_device_is_never_slower_by_more_than_noise(m, n, k, factor, field):
-    sizes = 64 * 2**m, 128 * 2**n, 128 * 2**k
-    rates = {d: v * factor for d, v in A100.flops.items()} if field == "flops" else A100.memory_Bps * factor
-    plain, fast = (query.gemm(*sizes, d).time_s[0] for d in (A100, A100.replace(**{field: rates})))
-    assert fast * NOISE <= plain
+SIZES = st.integers(0, 9)
+
+
+@st.composite
+def any_kernel(draw):
+    """A kernel of any kind, with sizes from 1 to 512 times 1 to 128 and unlike one another."""
+    kind = draw(st.sampled_from(sorted(query.KINDS)))
+    a, b, c, d = (2 ** draw(SIZES) for _ in range(4))
+    sizes = {"gemm": {"m": a, "n": 64 * b, "k": 96 * c, "batch": min(d, 4)},
+             "attention": {"batch": a, "q_len": 7 * b, "kv_len": 7 * b * min(c, 4), "heads": 32, "kv_heads": 8},
+             "moe": {"tokens": a, "hidden": 128 * b, "inter": 96 * c, "topk": 4, "experts": 4 * min(d, 32)},
+             "stream": {"rows": 3 * a, "cols": 5 * b},
+             "conv": {"n": a, "c_in": 4 * min(b, 128), "h": 9 + d, "w": 11 + d, "c_out": 12 * min(c, 64), "r": 3,
+                      "s": 3, "pad": 1, "pad_w": 1}}[kind]
+    dtype = {"gemm": ("bf16", "fp32", "tf32", "int8"), "conv": ("fp32",)}.get(kind, ("bf16",))
+    op = "attn_decode" if kind == "attention" and b == 1 else None
+    sizes |= {"q_len": 1} if op else {}
+    return kind, {**sizes, "dtype": draw(st.sampled_from(dtype)), **({"op": op} if op else {})}
+
+
+def scaled(device, what, factor):
+    """A variant of a device with `factor` times as much of something."""
+    if what in ("tensor", "clock", "SMs"):
+        more = {"flops": {t: factor * rate for t, rate in device.flops.items()}}
+        more |= {"vector_flops": factor * device.vector_flops} if what != "tensor" else {}
+        more |= {"sm_count": round(factor * device.sm_count)} if what == "SMs" else {}
+    else:
+        more = {what: factor * getattr(device, what)}
+    return device.replace(name=f"{device.name} with {factor} {what}", base=device.known_as, **more)
+
+
+MORE_OF_A_DEVICE = ("memory_Bps", "cache_bytes", "vector_flops", "tensor", "clock", "SMs")
+
+
+@settings(max_examples=80, deadline=None)
+@given(kernel=any_kernel(), factors=st.lists(st.floats(1, 8), min_size=2, max_size=2).map(sorted),
+       what=st.sampled_from(MORE_OF_A_DEVICE), device=st.sampled_from([H100, A100, L4, B200]))
+def test_more_of_a_device_is_never_slower(kernel, factors, what, device):
+    """By construction, so without any margin: more bandwidth, cache or compute, from the known device on and beyond."""
+    kind, columns = kernel
+    found = [query.predict(kind, columns, d) for d in (
+        device, *(scaled(device, what, int(f * 4) / 4 if what == "SMs" else f) for f in factors))]
+    for less, more in pairwise(found):
+        assert more.time_s[0] <= less.time_s[0] * (1 + 1e-9)
+        assert more.ceiling_s[0] <= less.ceiling_s[0] * (1 + 1e-9)
+
+
+def test_a_variant_runs_the_kernels_of_its_base():
+    """Twice the bandwidth halves what a large copy takes beyond its floor; nothing changed is nothing changed."""
+    copy = {"rows": 65536, "cols": 16384, "op": "add"}
+    plain, same, wide = (query.predict("stream", copy, d) for d in (
+        A100, A100.replace(name="mine", base=A100.name, price_per_hour=7.0), scaled(A100, "memory_Bps", 2)))
+    assert same.time_s[0] == plain.time_s[0]
+    assert (same.low_s[0], same.high_s[0]) == (plain.low_s[0], plain.high_s[0])
+    assert wide.time_s[0] - wide.floor_s[0] == pytest.approx((plain.time_s[0] - plain.floor_s[0]) / 2, rel=0.02)
+    assert wide.high_s[0] / wide.low_s[0] > plain.high_s[0] / plain.low_s[0]
+    product = query.gemm(8192, 8192, 8192, A100), query.gemm(8192, 8192, 8192, scaled(A100, "tensor", 1.5))
+    assert 1.2 < product[0].time_s[0] / product[1].time_s[0] < 1.5
+
+
+def test_units_that_the_base_lacks_have_the_usual_rate_there():
+    both = A100.replace(name="both", base=A100.name, flops={**A100.flops, "fp8": 700e12})
+    base = learned.reference(both)
+    assert base.flops["fp8"] == 2 * A100.flops["bf16"]
+    assert learned.reference(A100) is A100
+    slow, fast = (query.gemm(4096, 4096, 4096, both.replace(flops={**both.flops, "fp8": f}), dtype="fp8").time_s[0]
+                  for f in (500e12, 900e12))
+    assert fast < slow
+
+
+def test_measured_kernels_of_a_variant_speak_for_itself():
+    from mixfleet.cluster import KernelTime
+
+    wide = scaled(A100, "memory_Bps", 2)
+    sizes = [{"m": float(m), "n": 4096.0, "k": 4096.0} for m in (512, 1024, 2048, 4096, 8192)]
+    expected = [query.gemm(s["m"], s["n"], s["k"], wide).time_s[0] for s in sizes]
+    taught = wide.replace(kernel_times=tuple(KernelTime(kind="gemm", op="gemm", dtype="bf16", sizes=s, time_s=1.4 * t)
+                                             for s, t in zip(sizes, expected)))
+    assert query.gemm(3072, 4096, 4096, taught).time_s[0] == pytest.approx(
+        1.4 * query.gemm(3072, 4096, 4096, wide).time_s[0], rel=0.08)
 
 
 def test_interval_holds_the_time_and_is_wider_for_unknown_devices():

@@ -83,6 +83,41 @@ def _sixteen_power_of(name: str) -> float | None:
     return sixteen_power(device_named(name)) if name in catalog_rows() else None
 
 
+WIDER: dict[str, tuple[tuple[str, float], ...]] = {
+    "fp4": (("fp8", 2), ("bf16", 4), ("fp16", 4)), "fp8": (("bf16", 2), ("fp16", 2)),
+    "int8": (("bf16", 2), ("fp16", 2)), "bf16": (("fp16", 1),), "fp16": (("bf16", 1),),
+    "tf32": (("bf16", 0.5), ("fp16", 0.5))}
+"""Rates that tensor units usually have of types that a device lacks, as multiples of the rate of others."""
+RESOURCES = ("flops", "vector_flops", "memory_Bps", "cache_bytes", "sm_count", "arch", "vendor", "power_w")
+
+
+def reference(device: Device) -> Device:
+    """The device whose kernels a device runs: itself, or the known one of which it is a variant, before the change.
+
+    Units for a type that the known one lacks have there the rate that such units usually have.
+    """
+    kept: dict[str, Device] = device.__dict__
+    if "_reference" not in kept:
+        kept["_reference"] = _reference(device)
+    return kept["_reference"]
+
+
+def _reference(device: Device) -> Device:
+    if device.kind != "gpu" or device.known_as not in catalog_rows():
+        return device
+    try:
+        base = device_named(device.known_as)
+    except InputError:
+        return device
+    if all(getattr(device, field) == getattr(base, field) for field in RESOURCES):
+        return device
+    flops = dict(base.flops)
+    for added in sorted(set(device.flops) - set(flops)):
+        flops[added] = next((base.flops[t] * times for t, times in WIDER.get(added, ()) if t in base.flops),
+                            device.flops[added])
+    return base.replace(flops=flops)
+
+
 class Factors(Spec, frozen=True, kw_only=True):
     """Effective factors of one device for one kind of kernel, and how its measurements deviate from them, if given."""
 
@@ -172,6 +207,9 @@ class Inputs(NamedTuple):
     bound_s: Array
     features: NDArray[np.float32]
     names: tuple[str, ...]
+    ratio: Array
+    """[rows]: by how much longer the device itself takes than its reference (`reference`), of which all else speaks
+    but `nominal`; 1 for a device that is its own."""
 
 
 _SPLIT = re.compile(r"[^a-z0-9]+")
@@ -202,6 +240,22 @@ def bound_s(d: Demand, m: Machine, floor_s: Array) -> Array:
     total, busiest = d.total_s(m), d.busiest_s(m)
     busy = d.more["tiled_s"] if "tiled_s" in d.more else busiest[:, ON_CHIP].max(axis=1)
     return np.asarray(floor_s + np.maximum(np.maximum(total[:, ON_CHIP].max(axis=1), busy), warm_s(d, m)))
+
+
+OVERLAP = 4.0
+"""Norm that adds the seconds of pipelines that work side by side: between 1, one after another, and infinity."""
+
+
+def alone_s(d: Demand, of: Machine, m: Machine, floor_s: Array) -> Array:
+    """[rows]: analytical seconds on `m` of kernels as the machine `of` runs them, with its tiles; never more where `m`
+    has more of anything: rates, cache, or SMs of the same rate."""
+    total = d.total / m.rates
+    waves = np.ceil(d.tasks / m.sms) / np.ceil(d.tasks / of.sms)
+    busiest = d.busiest / (m.rates / m.sms[:, None]) * waves[:, None]
+    seconds = np.concatenate([np.maximum(total, busiest)[:, ON_CHIP], warm_s(d, m)[:, None]], axis=1)
+    largest = seconds.max(axis=1)
+    norm = (np.maximum(seconds / largest[:, None], _TINY_S) ** OVERLAP).sum(axis=1) ** (1 / OVERLAP)
+    return np.asarray(floor_s + largest * norm)
 
 
 def features(d: Demand, m: Machine, floor_s: Array, shape: Mapping[str, Array]) -> tuple[dict[str, Array], Array]:

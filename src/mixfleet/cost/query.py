@@ -9,6 +9,7 @@ pipeline that binds, and an interval that holds 80 % of measurements. Backward p
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -152,7 +153,7 @@ def texts_of(columns: Columns, names: Sequence[str], rows: int) -> tuple[list[tu
 def inputs(kind: str, columns: Columns, devices: Mapping[str, Device], factors: Mapping[str, Factors],
            vocabulary: Sequence[str], *, emulate: bool = False) -> Inputs:
     """Features of kernels. `columns` are complete: sizes, texts, `source`, `backend`, `dtype`, `gpu`, arrays or
-    scalars; `factors` has an entry per device."""
+    scalars; `factors` has an entry per device. A variant of a known device runs the kernels of that one."""
     what = KINDS[kind]
     sizes = {name: np.asarray(columns[name], float) for name in what.shape}
     rows = max([np.size(v) for v in sizes.values()] + [len(v) for v in columns.values() if not isinstance(v, str)
@@ -161,15 +162,17 @@ def inputs(kind: str, columns: Columns, devices: Mapping[str, Device], factors: 
     names = ("gpu", "dtype", "source", "backend", *what.texts)
     texts, which = texts_of(columns, names, rows)
     table = [dict(zip(names, row)) for row in texts]
-    of = [devices[row["gpu"]] for row in table]
+    themselves = [devices[row["gpu"]] for row in table]
+    of = [learned.reference(d) for d in themselves]
     types = [type_named(row["dtype"]) for row in table]
-    machine = demand.machine(of, [rate(d, row["dtype"], emulate=emulate) for d, row in zip(of, table)], which)
-    mine = [factors[d.name] for d in of]
+    actual, machine = (demand.machine(ds, [rate(d, row["dtype"], emulate=emulate) for d, row in zip(ds, table)], which)
+                       for ds in (themselves, of))
+    mine = [factors[d.name] for d in themselves]
     chip = np.array([learned.chip_of(f, t.rate) for f, t in zip(mine, types)])[which]
     dram = np.array([f.dram for f in mine])[which]
     floor_s = np.array([learned.floor_of(f, row["source"], row["backend"], row["dtype"])
                         for f, row in zip(mine, table)])[which]
-    nominal, machine = machine, machine.scaled(chip, dram)
+    machine = machine.scaled(chip, dram)
     derived = {name: np.array([function(row["op"], row.get(name.rsplit("_", 1)[0], "")) if not name.startswith("kv")
                                else function(row["op"], row.get("kv_dtype", "")) for row in table], float)[which]
                for name, function in DERIVED.items()}
@@ -180,7 +183,11 @@ def inputs(kind: str, columns: Columns, devices: Mapping[str, Device], factors: 
     words = learned.flags([" ".join((*row[1:], of[i].arch, of[i].vendor)) for i, row in enumerate(texts)], which,
                           vocabulary)
     matrix = np.concatenate([np.stack([np.asarray(v, np.float32) for v in found.values()], 1), words], 1)
-    return Inputs(work, nominal, machine, floor_s, bound, matrix, (*found, *vocabulary))
+    ratio, varied = np.ones(rows), np.array([d is not r for d, r in zip(themselves, of)])[which]
+    if varied.any():
+        analytical = partial(learned.alone_s, work, machine, floor_s=floor_s)
+        ratio = np.where(varied, analytical(actual.scaled(chip, dram)) / analytical(machine), 1.0)
+    return Inputs(work, actual, machine, floor_s, bound, matrix, (*found, *vocabulary), ratio)
 
 
 BLOCK_ROWS = learned.BLOCK_ROWS
@@ -205,7 +212,9 @@ def predict(kind: str, columns: Columns, device: Device | Mapping[str, Device], 
     elif "gpu" not in full:
         raise InputError("give one device, or a column gpu with the name of each row's device")
     rows = max([np.size(v) for v in full.values() if not isinstance(v, str)], default=1)
-    full, least_s = in_16_bits(full, devices, rows) if kind == "gemm" else (full, np.zeros(rows))
+    least_s = np.zeros(rows)
+    if kind == "gemm":
+        full, devices, least_s = in_16_bits(full, devices, rows)
     pairs, which = texts_of(full, ("dtype", "op"), rows)
     groups = np.array([group_of(kind, *pair) for pair in pairs], dtype=object)[which]
     out = Times(np.empty(rows), np.empty(rows), np.empty(rows), np.empty(rows), np.empty(rows),
@@ -214,7 +223,8 @@ def predict(kind: str, columns: Columns, device: Device | Mapping[str, Device], 
         if name not in layer.groups:
             raise InputError(f"there are no coefficients for {name}; make them with `mixfleet calibrate fit`")
         group = layer.groups[name]
-        found = {d.name: (factors or {}).get(d.name) or _measured(d, name, layer) for d in devices.values()}
+        found = {d.name: (factors or {}).get(d.name.removesuffix(IN_TF32)) or _measured(d, name, layer)
+                 for d in devices.values()}
         members = np.flatnonzero(groups == name)
         for start in range(0, len(members), BLOCK_ROWS):
             at = members[start:start + BLOCK_ROWS]
@@ -227,28 +237,40 @@ def predict(kind: str, columns: Columns, device: Device | Mapping[str, Device], 
         field: np.maximum(getattr(out, field), least_s) for field in ("time_s", "ceiling_s", "low_s", "high_s")})
 
 
-def in_16_bits(full: dict[str, Any], devices: Mapping[str, Device], rows: int) -> tuple[dict[str, Any], Array]:
-    """Products with those in TF32 as products in 16 bits, and the least seconds [rows] of these.
+IN_TF32 = " in TF32"
+
+
+def in_16_bits(full: dict[str, Any], devices: Mapping[str, Device],
+               rows: int) -> tuple[dict[str, Any], Mapping[str, Device], Array]:
+    """Products with those in TF32 as products in 16 bits, their devices, and the least seconds [rows] of these.
 
     No TF32 product was measured. Tensor units multiply it at half of the 16-bit rate, and its operands have twice the
     bytes: to every pipeline, operands and tiles are those of a 16-bit product whose inner dimension is twice as long.
-    Only the results have more bytes, so no such product is faster than DRAM moves all of them.
+    Only the results have more bytes, so no such product is faster than DRAM moves all of them. A variant of a device
+    that changes one of the two rates has for these products a 16-bit rate of their own.
     """
     dtypes = [full["dtype"]] * rows if isinstance(full["dtype"], str) else list(full["dtype"])
     if "tf32" not in dtypes:
-        return full, np.zeros(rows)
+        return full, devices, np.zeros(rows)
     names = [full["gpu"]] * rows if isinstance(full["gpu"], str) else list(full["gpu"])
     m, n, k, batch = (np.broadcast_to(np.asarray(full[x], float), (rows,)).copy() for x in ("m", "n", "k", "batch"))
-    least_s = np.zeros(rows)
+    least_s, known = np.zeros(rows), dict(devices)
     for i in (i for i, dtype in enumerate(dtypes) if dtype == "tf32"):
         device = devices[names[i]]
-        wide = next((t for t in ("bf16", "fp16") if t in device.flops), None)
+        same = learned.reference(device)
+        wide = next((t for t in ("bf16", "fp16") if t in same.flops), None)
         if wide is None or "tf32" not in device.flops:
             continue
         least_s[i] = 4 * batch[i] * (m[i] * k[i] + k[i] * n[i] + m[i] * n[i]) / device.memory_Bps
-        k[i] *= device.flops[wide] / device.flops["tf32"]
+        longer = same.flops[wide] / same.flops["tf32"]
+        k[i] *= longer
         dtypes[i] = wide
-    return {**full, "k": k, "dtype": dtypes}, least_s
+        if device.flops[wide] != device.flops["tf32"] * longer:
+            names[i] += IN_TF32
+            if names[i] not in known:
+                known[names[i]] = device.replace(name=names[i], base=device.known_as, flops={
+                    **device.flops, wide: device.flops["tf32"] * longer})
+    return {**full, "k": k, "dtype": dtypes, "gpu": names}, known, least_s
 
 
 def named(columns: Columns, group: learned.Group) -> dict[str, Any]:
@@ -268,14 +290,15 @@ def _block(kind: str, name: str, group: learned.Group, part: Columns, devices: M
             texts, which = texts_of(part, TEXTS, rows)
             at = np.flatnonzero(gpu == device)
             correction[at] += deviations.at(Places.of(x, layer.forests[name], texts, which[at], at))
-    known = np.array([devices[g].known_as in group.factors for g in gpu])
+    same = {g: devices[g].known_as in group.factors and learned.reference(devices[g]) is devices[g] for g in set(gpu)}
+    known = np.array([same[g] for g in gpu])
     sizes = {s: np.broadcast_to(np.asarray(part[s], float), (len(x.bound_s),)) for s in KINDS[kind].size}
     ok = learned.inside(group, np.log(x.bound_s), sizes)
     spread = layer.spreads.get(name)
     low, high = learned.intervals(group, np.zeros(rows) if spread is None else np.exp(spread.predict(x.features)),
                                   known)
     far = x.floor_s + (x.bound_s - x.floor_s) / learned.FALLBACK_EFFICIENCY
-    time = np.where(ok, x.bound_s * np.exp(correction), far)
+    time = np.where(ok, x.bound_s * np.exp(correction), far) * x.ratio
     return Times(time, x.demand.ceiling_s(x.nominal), time * np.where(ok, low, learned.FALLBACK_RANGE[0]),
                  time * np.where(ok, high, learned.FALLBACK_RANGE[1]), x.floor_s, x.demand.binds(x.nominal), ok)
 
@@ -298,10 +321,10 @@ def adapt(device: Device, kind: str, columns: Columns, time_s: Any, *, emulate: 
         raise InputError(f"the measurements are of {', '.join(sorted(names))}; adapt takes one of them at a time")
     name = names.pop()
     group = layer.groups[name]
-    start = learned.factors_of(group, device, layer.relatives, known=known)
+    start = learned.factors_of(group, learned.reference(device), layer.relatives, known=known)
     full = named({**full, "gpu": device.name}, group)
     x = inputs(kind, full, {device.name: device}, {device.name: start}, group.words, emulate=emulate)
-    residual = np.log(time / x.bound_s) - layer.forests[name].predict(x.features)
+    residual = np.log(time / x.bound_s / x.ratio) - layer.forests[name].predict(x.features)
     texts, which = texts_of(full, TEXTS, time.size)
     places = Places.of(x, layer.forests[name], texts, which, np.arange(time.size))
     return {device.name: start.replace(deviations=Deviations.of(places, residual))}
@@ -314,7 +337,7 @@ def _measured(device: Device, name: str, layer: Layer) -> Factors:
             raise unknown("kind of kernel", t.kind, KINDS, where=f"device {device.name}")
     rows = [t for t in device.kernel_times if group_of(t.kind, t.dtype, t.op) == name]
     if not rows:
-        return learned.factors_of(layer.groups[name], device, layer.relatives)
+        return learned.factors_of(layer.groups[name], learned.reference(device), layer.relatives)
     kept: dict[str, tuple[Layer, Factors]] = device.__dict__.setdefault("_factors", {})
     if name not in kept or kept[name][0] is not layer:
         kept[name] = layer, adapt(device, rows[0].kind, columns_of(rows), [t.time_s for t in rows], emulate=True,
