@@ -135,7 +135,7 @@ def test_what_cannot_be_exported_says_why(tmp_path: Path) -> None:
     odd = build({"style": "gpt", "layers": 1, "hidden": 12, "heads": 2, "vocab": 31, "kv_heads": 1})
     with pytest.raises(InputError, match="no architecture of transformers is decoder; the nearest, gpt2, differs in"):
         family_of(odd)
-    with pytest.raises(InputError, match=r"the nearest, mixtral, differs in: experts$"):  # which has none for all tokens
+    with pytest.raises(InputError, match=r"the nearest, mixtral, differs in: experts$"):  # none for all tokens
         family_of(build(MODELS["style llama, experts"] | {"shared_ffn": 20}))
     model = build(GPT)
     saved(tmp_path / "ours", model, torch.float32)

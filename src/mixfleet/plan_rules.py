@@ -180,7 +180,7 @@ def _wrong_stage(stage: Stage, copies: int, job: Job, cluster: Cluster, used: di
         if count % stage.tensor:
             legal = [d for d in range(1, count + 1) if all(c % d == 0 for _, c in limits)]
             near = sorted(sorted(legal, key=lambda d: abs(d - stage.tensor))[:2])
-            yield (f"{where}.tensor is {stage.tensor}, which does not divide {count} {what}; nearest that does: "
+            yield (f"{where}.tensor is {stage.tensor}, which does not divide {count} {what}; nearest possible: "
                    f"{' or '.join(map(str, near))}")
 
 
