@@ -32,6 +32,8 @@ NVLINK_LATENCY_S, PCIE_LATENCY_S = 3.4e-6, 5.7e-6
 """Source: latency per hop, ring and simple protocol, in NCCL's tuning table."""
 LOOPBACK = Link(name="loopback", latency_s=30e-6, bandwidth_Bps=2 * GB)
 """Between CPU processes of one machine; a stated default that `mixfleet discover` replaces by a measurement."""
+MOST = 1_000_000
+"""Devices of a node, or of a row of nodes; a larger count is a slip."""
 
 
 class _Bytes(int): ...
@@ -232,6 +234,9 @@ def _nodes(doc: Document, keys: Keys, form: _NodeForm, alone: bool) -> Iterator[
                                     Path(doc.path).parent)
     if not devices:
         raise InputError(f"node {form.name}: devices is empty", where=doc.where(keys))
+    if form.count * len(devices) > MOST:
+        raise InputError(f"{form.count:,} nodes of {len(devices):,} devices; a cluster has at most {MOST:,} devices",
+                         where=doc.where(keys))
     with _located(doc, (*keys, "link")):
         inner = _link(link, "link") if isinstance(link, _LinkForm) else link_between(tuple(devices), link)
     with _located(doc, (*keys, "nic")):
@@ -262,8 +267,8 @@ def _started_from(name: str, folder: Path, inside: tuple[Path, ...]) -> dict[str
 
 def _devices(form: _DeviceForm, folder: Path, inside: tuple[Path, ...] = ()) -> list[Device]:
     """`count` devices; names of device files are relative to `folder`."""
-    if form.count < 1:
-        raise InputError(f"count is {form.count}; it must be at least 1")
+    if not 1 <= form.count <= MOST:
+        raise InputError(f"count is {form.count}; it must be 1 to {MOST:,}")
     if form.device and form.base:
         raise InputError("give either device or base: both name what the device starts from")
     start = form.device or form.base
