@@ -15,7 +15,7 @@ from mixfleet.model.families import build
 from mixfleet.program.layout import Layout
 
 ROW = {
-    "id": "vtrain-0001.step", "source": "somewhere", "year": "2024", "model": "GPT-tiny", "layers": "4",
+    "id": "vtrain-0001.step", "source": "somewhere", "year": "2024", "model": "GPT-tiny", "params_b": "", "layers": "4",
     "hidden": "256", "heads": "4", "kv_heads": "", "ffn": "1024", "vocab": "1000", "seq_len": "128", "dtype": "fp16",
     "gpu": "A100", "gpus_per_node": "8", "num_gpus": "8", "interconnect": "single node NVLink", "dp": "2", "tp": "2",
     "pp": "2", "cp": "1", "ep": "", "vpp": "", "zero_stage": "", "micro_batch": "1", "global_batch": "8",
@@ -91,7 +91,7 @@ def test_mixed_clusters_have_a_node_per_kind_on_gigabit_ethernet(tmp_path):
 
 
 @pytest.mark.parametrize(("change", "why"), [
-    ({"dtype": "mxfp8"}, "no fp8 units for mxfp8"), ({"dtype": "int8"}, "precision int8"),
+    ({"dtype": "mxfp8"}, "has no fp8 units"), ({"dtype": "int8"}, "precision int8"),
     ({"dtype": ""}, "precision is not stated"),
     ({"ep": "8"}, "mixture of experts"),
     ({**ROUTED, "tp": "2", "dp": "4", "ep": "4"}, "whether tensor parallelism cuts"),
@@ -339,19 +339,46 @@ def test_a_run_that_states_no_recompute_recomputes_as_little_as_lets_it_fit(tmp_
     assert half.step_s == pytest.approx((none.step_s + full.step_s) / 2)
 
 
-def test_narrow_products_take_less_and_the_rest_stays(tmp_path):
-    wide = case(tmp_path, dtype="bf16", gpu="H100-80GB", hidden="4096", heads="32", ffn="16384", seq_len="2048")
-    narrow = case(tmp_path, dtype="fp8", gpu="H100-80GB", hidden="4096", heads="32", ffn="16384", seq_len="2048")
-    assert narrow.job.precision == "bf16"
-    for a, b in zip(wide.job.model.blocks[1].ops, narrow.job.model.blocks[1].ops, strict=True):
-        if a.kind == "gemm":
-            assert 0.4 < b.shape["m"].at(1, 2048, 2) / a.shape["m"].at(1, 2048, 2) < 0.9
+def test_narrow_types_are_those_of_the_layers_products(tmp_path):
+    """Scales are from the tensor itself where the source says so."""
+    hopper = {"dtype": "fp8", "gpu": "H100-80GB", "other_settings": ""}
+    for run, products in (("dgxc-1.step", "fp8"), ("mbridge-1.step", "fp8-current")):
+        found = case(tmp_path, id=run, **hopper).job
+        assert (found.precision, found.products) == ("bf16", products)
+    assert case(tmp_path, gpu="B200", dtype="nvfp4").job.products == "nvfp4"
+
+
+def test_key_heads_follow_from_the_number_of_parameters(tmp_path):
+    """12 h^2 a layer with as many key heads as query heads, 10 h^2 and a bit with few."""
+    figures = {"layers": "32", "hidden": "6144", "heads": "48", "kv_heads": "", "ffn": "24576", "vocab": "256000",
+               "params_b": "15.6"}
+    assert case(tmp_path, **figures).job.model.kv_heads == 8
+    assert case(tmp_path, **figures | {"params_b": "17.7"}).job.model.kv_heads == 48
+    assert case(tmp_path, **figures | {"params_b": ""}).job.model.kv_heads == 48
+
+
+def test_samples_that_are_packed_do_not_see_each_other(tmp_path):
+    """4,096 tokens as 20 samples of 204.8: scores are a twentieth, all else is as it was."""
+    figures = {"id": "nemo-1.step", "seq_len": "4096", "gpu": "H100-80GB"}
+    whole, apart = (case(tmp_path, **figures, other_settings=text).job.model.blocks[1]
+                    for text in ("pre-training", "SFT fine-tuning, packed sequences of 4096"))
+    for a, b in zip(whole.ops, apart.ops, strict=True):
+        if a.kind == "attention":
+            assert a.flops.at(2, 4096, 1) == pytest.approx(20 * b.flops.at(2, 4096, 1))
+            assert (b.shape["batch"].at(2, 4096, 1), b.shape["q"].at(2, 4096, 1)) == (40, pytest.approx(204.8))
         else:
             assert a == b
-    assert wide.job.model.blocks[-1] == narrow.job.model.blocks[-1]
-    assert published.work(wide.job.model, 2048, "full", recompute=False) == published.work(
-        narrow.job.model, 2048, "full", recompute=False)
-    assert "no fp8 units" in reason(tmp_path, dtype="fp8")
+
+
+def test_tensorflow_looks_at_all_gradients_in_every_micro_batch(tmp_path):
+    """10 passes over fp32 gradients and 8 kernels of 10 us a tensor, for each of the micro-batches."""
+    figures = {"id": "dle-1.step", "gpu": "A100", "num_gpus": "1", "dp": "1", "tp": "1", "pp": "1", "micro_batch": "1",
+               "global_batch": "3", "seq_len": "128"}
+    plain, more = (published.score(case(tmp_path, **figures, other_settings=text)).step_s
+                   for text in ("framework=PaddlePaddle", "framework=TensorFlow"))
+    model = case(tmp_path, **figures).job.model
+    bare = 3 * sum(8 * 10e-6 * len(b.params) for b in model.blocks)
+    assert more > plain + bare
 
 
 def test_heads_of_encoders(tmp_path):

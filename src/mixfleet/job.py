@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -39,6 +39,42 @@ PRECISIONS: dict[str, Precision] = {
     "bf16": Precision(name="bf16", compute_bytes=2, weight_bytes=2, gradient_bytes=4, master_bytes=4),
     "fp16": Precision(name="fp16", compute_bytes=2, weight_bytes=2, gradient_bytes=4, master_bytes=4),
 }
+
+
+ProductsName = Literal["", "fp8", "fp8-current", "fp8-block", "mxfp8", "nvfp4"]
+
+
+class Products(NamedTuple):
+    """A type for the products of layers that is narrower than the job's (`cost.narrow`). Costs count passes over the
+    elements of an operand in 16 bits, forward or backward."""
+
+    rate: Literal["fp8", "fp4"]
+    element_bytes: float
+    """Its share of the scales included."""
+    fused: float
+    """What narrowing costs where the kernel that makes the operand can do it,"""
+    apart: float
+    """and where it takes kernels of its own."""
+    measured: str
+    """The type of the kernel model whose products tell how much faster this one multiplies."""
+
+    @property
+    def column(self) -> float:
+        """The part of it that the copy along the columns takes, which only the gradient of a weight needs."""
+        return self.element_bytes / 2
+
+
+PRODUCTS: dict[str, Products] = {
+    "fp8": Products("fp8", 1.0, 0.0, 2.0, "fp8"),
+    "fp8-current": Products("fp8", 1.0, 2.0, 3.0, "fp8"),
+    "fp8-block": Products("fp8", 1.03125, 2.0, 2.03125, "fp8_block"),
+    "mxfp8": Products("fp8", 1.03125, 2.0, 2.03125, "fp8"),
+    "nvfp4": Products("fp4", 0.5625, 2.5625, 2.5625, "nvfp4"),
+}
+"""One scale per tensor from the largest values of earlier steps (Micikevicius et al., 2022): a read and two narrow
+copies, or none where the norm or activation before writes those; from the largest value of the tensor itself, which
+takes a read before; one per 128 elements (DeepSeek-V3); one of 8 bits per 32 (OCP MX); one per 16 and one per tensor,
+with a read for the largest value (NVIDIA, 2025)."""
 
 
 class ParamGroup(Spec, frozen=True, kw_only=True):
@@ -149,6 +185,9 @@ class Job(Spec, frozen=True, kw_only=True, dict=True):
     precision: PrecisionName = "bf16"
     gradient_precision: Literal["", "fp32", "bf16", "fp16"] = ""
     """Type in which gradients are accumulated and reduced; empty is the default of the precision."""
+    products: ProductsName = ""
+    """Type of the layers' products, where narrower than a 16-bit `precision`: what is predicted and planned; training
+    does not run it yet."""
     optimizer: Optimizer = Optimizer()
     frozen: tuple[str, ...] = ()
     """Patterns of parameters that are not trained (`Model.frozen`): `embed/*`, `layers.[0-3]/*`."""
@@ -172,6 +211,9 @@ class Job(Spec, frozen=True, kw_only=True, dict=True):
             if not any(fnmatchcase(key, group.match) for key in keys):
                 raise InputError(f"optimizer.groups: {group.match!r} matches no parameter; they are named as in "
                                  f"{', '.join(keys[:3])}")
+        if self.products and self.precision not in ("bf16", "fp16"):
+            raise InputError(f"products is {self.products} with precision {self.precision}; narrow products need bf16 "
+                             "or fp16 around them")
         if self.clip_norm < 0:
             raise InputError(f"clip_norm is {self.clip_norm}; it cannot be negative")
         if self.model.max_seq_len and self.seq_len > self.model.max_seq_len:

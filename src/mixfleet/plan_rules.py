@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from mixfleet.cluster import Cluster
+from mixfleet.catalog.devices import rows
+from mixfleet.cluster import Cluster, Device
 from mixfleet.errors import InputError
-from mixfleet.job import Job
+from mixfleet.job import PRODUCTS, Job
 from mixfleet.plan import Pipeline, Plan, ScheduleName, Sharding, Stage, Synchronization, groups
 from mixfleet.schedule.greedy import parse_steps, stuck
 from mixfleet.schedule.named import SCHEDULES
@@ -22,6 +23,8 @@ def why_not(plan: Plan, job: Job, cluster: Cluster) -> str | None:
 
 def _reasons(plan: Plan, job: Job, cluster: Cluster) -> Iterator[str]:
     yield from _wrong_cluster(plan, cluster)
+    if job.products and (why := lacking(job, (cluster.devices[r] for r in plan.ranks if r < len(cluster.devices)))):
+        yield why
     ways = SCHEDULES[plan.schedule].ways if plan.schedule in SCHEDULES else 1
     used: list[dict[int, str]] = [{} for _ in range(ways)]
     for p, pipeline in enumerate(plan.pipelines):
@@ -53,6 +56,19 @@ def _reasons(plan: Plan, job: Job, cluster: Cluster) -> Iterator[str]:
         yield from _wrong_hierarchy(plan, cluster)
     if plan.batching != "padded":
         yield from _wrong_batching(plan, job)
+
+
+def lacking(job: Job, devices: Iterable[Device]) -> str:
+    """What is wrong where a device has no units for the type of the job's products; else empty."""
+    devices = list(devices)
+    rate = PRODUCTS[job.products].rate if job.products else ""
+    without = sorted({d.name for d in devices if rate and rate not in d.flops})
+    if not without:
+        return ""
+    have = sorted({d.name for d in devices} - {*without}) or [
+        name for name, row in rows().items() if row.get(f"{rate}_tflops")]
+    return (f"products is {job.products}, for which {', '.join(without)} {'has' if len(without) == 1 else 'have'} no "
+            f"{rate} units. Leave `products` out, or take devices that have them: {', '.join(have)}")
 
 
 def _wrong_batching(plan: Plan, job: Job) -> Iterator[str]:

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from mixfleet import trace
 from mixfleet.cluster import Device
-from mixfleet.cost.kernels import OptimizerLoop, accumulate_s, fused_attention, generation, optimizer_s
+from mixfleet.cost.kernels import OptimizerLoop, accumulate_s, efficiency, fused_attention, generation, optimizer_s
 from mixfleet.cost.memory import CONTEXT_BYTES
 from mixfleet.job import Job
 from mixfleet.model.parts import ROWS, SHARD, gemm
@@ -65,8 +65,15 @@ class Framework(NamedTuple):
     """Times that rotating queries and keys reads or writes them, forward and again backward."""
     loss_bytes: float = 36.0
     """Read or written per logit, forward and backward: the softmax in fp32, by separate kernels."""
+    logit_bytes: float = 6.0
+    """Temporaries of the loss, per logit, beside the logits themselves: their softmax in fp32 and their gradient."""
     hides_tensor: bool = False
     """Whether what a tensor group exchanges moves in pieces, while the products before or behind it compute others."""
+    variables: tuple[float, int] = (0.0, 0)
+    """Of every micro-batch, beyond adding up gradients: times that these are read or written in fp32, and kernels per
+    parameter tensor that the host issues for it."""
+    saves_narrow: bool = True
+    """Whether products in a narrow type keep narrow inputs for backward."""
     pure: bool = False
     """Whether weights, gradients and moments are all of 16 bits, without a master copy."""
 
@@ -79,8 +86,9 @@ model knows. On Hopper the third is 1.5 to 2 times as fast as the second (Shah e
 FUSED_SOFTMAX = (4.0, 5.25)
 """Megatron's kernel for scale, mask and softmax reads and writes once, and backward reads two and writes one (of the
 masked half nothing is read); dropout reads and writes, and its mask has a byte (a quarter to half a pass)."""
-SEPARATE_SOFTMAX = (6.25, 7.25)
-"""Mask (2), softmax (2), dropout (2.25); backward of dropout (2.25), of softmax (3), of the mask (2)."""
+SCALED_SOFTMAX = (6.0, 9.0)
+"""Megatron's in fp32: scale by layer (2), mask (2), softmax (2); backward of softmax (3), of the mask, which copies
+what it then fills (4), and of the scale (2)."""
 EAGER_SOFTMAX = (8.25, 9.25)
 """The same with the scale as a kernel of its own, as in Hugging Face models."""
 NEW_GELU = (16.0, 20.0)
@@ -95,6 +103,9 @@ EAGER_ROTATION = 10.0
 ONLINE_LOSS = 10.0
 """Transformer Engine's cross entropy reads 16-bit logits twice and leaves the gradient in their place, which backward
 scales."""
+SHIFTED_LOGITS = 12.0
+"""Models of transformers' library before 4.45 turn all logits into fp32 (4), make the shifted ones contiguous (4), and
+hold their log-softmax (4), in whose place the gradient comes."""
 IN_PRODUCTS, IN_16_BITS = 0.0, 0.6
 """Gradients added up by the epilogue of the product that makes them, or in 16 bits: 6 bytes for each instead of 10."""
 
@@ -102,17 +113,20 @@ MEGATRON_DEEPSPEED = Framework(overlaps=False, sequence_parallel=False, expandab
                                dropped=True, joined=True, score_passes=FUSED_SOFTMAX, adding=IN_16_BITS)
 MEGATRON_CORE = Framework(expandable=False, joined=True, adding=IN_PRODUCTS, gates_fused=True)
 NEMO = MEGATRON_CORE._replace(hides_tensor=True)
+TENSORFLOW = (10.0, 8)
+"""NVIDIA's BERT for TensorFlow looks at every variable's gradient in each micro-batch: unscale (2), all finite (1),
+norm (1), clip (2), add to a variable (3), each a kernel or two."""
 XLA = Framework(gates_fused=True, loss_bytes=ONLINE_LOSS)
 EAGER_LLAMA = Framework(norm_passes=EAGER_RMSNORM, rotated=EAGER_ROTATION)
 HUGGING_FACE = Framework(dropped=True, score_passes=EAGER_SOFTMAX, copied=2.0, dropout=2.25)
 FRAMEWORKS: dict[str, Framework] = {
     "bigscience": MEGATRON_DEEPSPEED, "bsv100": MEGATRON_DEEPSPEED, "vtrain": MEGATRON_DEEPSPEED,
-    "sailor": MEGATRON_DEEPSPEED._replace(dropped=False, score_passes=SEPARATE_SOFTMAX, adding=1.0),
+    "sailor": MEGATRON_DEEPSPEED._replace(dropped=False, score_passes=SCALED_SOFTMAX, adding=1.0),
     "megatron": Framework(expandable=False, dropped=True, joined=True, score_passes=FUSED_SOFTMAX, adding=IN_16_BITS),
     "simumax": MEGATRON_CORE._replace(overlaps=False, counted="allocated"),
     "dgxc": NEMO, "nemo": NEMO, "mbridge": NEMO._replace(loss_bytes=ONLINE_LOSS),
     "llmfoundry": Framework(copies_weights=False, joined=True, flash=1),
-    "torchtitan": EAGER_LLAMA._replace(copies_weights=False, counted="reserved", flash=2),
+    "torchtitan": EAGER_LLAMA._replace(copies_weights=False, counted="reserved", flash=2, saves_narrow=False),
     "nanotron": Framework(expandable=False, both_gradients=True, joined=True, flash=2),
     "neusight": HUGGING_FACE, "lambda": HUGGING_FACE, "dle": HUGGING_FACE,
     "finetune": EAGER_LLAMA._replace(optimizer="foreach"),
@@ -137,11 +151,14 @@ def of(source: str, dtype: str = "", settings: str = "") -> Framework:
     parallelism.
     """
     found = XLA if "JAX" in settings else FRAMEWORKS.get(source, Framework())
+    if "framework=TensorFlow" in settings:
+        found = found._replace(variables=TENSORFLOW, optimizer="foreach")
     if re.search(r"\bcompile\b", settings):
         found = found._replace(gates_fused=True, norm_passes=None, rotated=2.0)
     if re.search(r"\basync ?TP\b", settings, re.IGNORECASE):
         found = found._replace(hides_tensor=True)
-    return found._replace(optimizer="loop") if source in LOOPING and dtype not in ("fp16", "bf16") else found
+    looping = source in LOOPING or ("framework=PyTorch" in settings and "fine-tuning" in settings)
+    return found._replace(optimizer="loop") if looping and dtype not in ("fp16", "bf16") else found
 
 
 def rewritten(model: Model, job: Job, device: Device, framework: Framework) -> Model:
@@ -166,7 +183,13 @@ def rewritten(model: Model, job: Job, device: Device, framework: Framework) -> M
             ops = [_longer(op, ("add1", "add2"), (framework.dropout, framework.dropout)) for op in ops]
             saved = tuple(_with_masks(s) if framework.dropped else s for s in block.saved
                           if not (framework.gates_fused and s.name.endswith(".activated_out")))
-            blocks[block.kind] = block.replace(ops=tuple(ops), saved=saved)
+            if job.products and not framework.saves_narrow:
+                saved = tuple(s.replace(bytes_per_element=job.bytes.compute_bytes) if s.bytes_per_element is None else s
+                              for s in saved)
+            workspace = block.workspace
+            if block.kind.startswith("head"):
+                workspace = framework.logit_bytes / Framework().logit_bytes * workspace
+            blocks[block.kind] = block.replace(ops=tuple(ops), saved=saved, workspace=workspace)
     return model.replace(blocks=tuple(blocks[b.kind].replace(name=b.name) for b in model.blocks))
 
 
@@ -257,6 +280,12 @@ def step_s(found: Prediction, plan: Plan, job: Job, device: Device, framework: F
     seconds += updating_s(updating * optimizer_s(each, device, job, implementation="foreach" if framework.optimizer
                                                  == "loop" else framework.optimizer)
                           / optimizer_s(each, device, job), plan, job, framework) - updating
+    passes, kernels = framework.variables
+    if passes:
+        seconds += max(len(p.micro_batches) * sum(
+            passes * 4 * block.count / stage.tensor / device.memory_Bps / efficiency(device, "elementwise")
+            + kernels * LOOPED_S * len(block.params) for b in stage.held for block in (job.model.blocks[b],))
+            for p in plan.pipelines for stage in p.stages)
     if plan.sharding.gradients == 1:
         experts = Experts(plan, job)
         seconds -= (1 - framework.adding) * max(

@@ -23,14 +23,13 @@ from mixfleet.catalog.instances import NIC_LATENCY_S
 from mixfleet.catalog.models import MODELS
 from mixfleet.cluster import Cluster, Device, Link, Node, device_named
 from mixfleet.cluster_file import link_between
-from mixfleet.cost import query
-from mixfleet.cost.demand import TYPES
 from mixfleet.errors import InputError
-from mixfleet.job import Job, Optimizer
+from mixfleet.job import Job, Optimizer, ProductsName
 from mixfleet.model.families import build
 from mixfleet.model.parts import ROWS, elementwise, gemm, linear, norm
 from mixfleet.model.spec import Block, Model, Op, Param, Saved, Size
 from mixfleet.plan import Pipeline, Plan, Recompute, Sharding, Stage
+from mixfleet.plan_rules import lacking
 from mixfleet.sim import predict
 from mixfleet.units import GB, GiB
 
@@ -75,19 +74,28 @@ ASSUMED_VOCAB = {"sailor": 50304, "nemo": 51200}
 """GPT-2's tokenizer (50,257), padded to a multiple of 128 as Megatron does, and NeMo once more."""
 ASSUMED_HEAD = 128
 """Width of a head where the number of heads is not stated; of the counts near it one that the tensor degree divides."""
+KV_CLEARLY, KV_FITS = 0.015, 0.01
+"""Part by which a stated number of parameters must differ, beyond its rounding, from that of a model with as many key
+heads as query heads, and within which it must be that of one with fewer, for the key heads to follow from it."""
 ASSUMED_SQUAD = 384
 """Tokens of a sample of SQuAD in NVIDIA's examples, where not stated."""
+PACKED = ("dgxc", "nemo", "mbridge")
+PACKED_TOKENS = 200
+"""NeMo fine-tunes on samples of SQuAD that are packed into whole sequences, each with an attention of its own; they
+have about so many tokens: 117 words of context and 11 of a question (Rajpurkar et al., 2016)."""
 MASKED = 20 / 128
 """Part of the positions that the head of BERT's pretraining sees: 20 of 128, 80 of 512 (Devlin et al., 2019)."""
 ASSUMED_RANK = 16
 """Of LoRA, where not stated."""
 ADAPTED = ("attention.q", "attention.k", "attention.v", "attention.o", "mlp.gate", "mlp.up", "mlp.down")
 ADAPTED_BY = dict.fromkeys(("dgxc", "nemo", "mbridge"), ADAPTED[:3])
-"""Products that LoRA adapts, and those of NeMo's recipes."""
-NARROW = {"fp8": "fp8", "mxfp8": "fp8", "nvfp4": "fp4"}
-"""Types of the layers' products in runs that keep all else in bf16, and the device's rate for them."""
-NARROWLY_KEPT = ("attention.input", "mlp.input", "mlp.inner_out", "mlp.expert_in", "mlp.experts.inner_out")
-"""What such runs save in a byte: the inputs of products."""
+ADAPTED_BY_QWEN = ("attention.q", "attention.o", "mlp.gate", "mlp.up")
+"""Products that LoRA adapts, those of NeMo's recipes, and those of Qwen's scripts (c_attn, which is q, k and v, the
+output, w1 and w2)."""
+NARROW: dict[str, ProductsName] = {"fp8": "fp8", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}
+"""Types of the layers' products in runs that keep all else in bf16."""
+SCALED_AT_ONCE = ("mbridge", "torchtitan")
+"""Sources whose fp8 has scales from the tensor itself: Megatron Bridge names it, torchtitan's default is dynamic."""
 
 FORMS = {"A100": "A100-SXM4", "H100": "H100-SXM", "H200": "H200-SXM", "B200": "B200-SXM", "B300": "B300-SXM",
          "V100": "V100-SXM2", "P100": "P100-SXM2", "A800": "A800-SXM4", "RTXA6000": "A6000",
@@ -202,18 +210,30 @@ def case_of(run: str, metrics: Mapping[str, tuple[int, dict[str, str]]]) -> Case
         framework = framework._replace(joined=True, activation_passes=frameworks.NEW_GELU)
     if source == "finetune" and not row["model"].startswith("Qwen"):
         framework = framework._replace(pure=True)
+    if re.match(r"QwenLM|AnswerDotAI", row.get("source", "")):
+        framework = framework._replace(joined=row["model"].startswith("Qwen"), logit_bytes=frameworks.SHIFTED_LOGITS)
     job = Job(name=run, model=model, seq_len=model.max_seq_len, global_batch=_count(row, "global_batch"),
               precision=dtype, attention="eager" if source in EAGER else "auto",  # type: ignore[arg-type]
               gradient_precision="bf16" if "mp_mode=PURE" in settings else "",
               optimizer=Optimizer(name="sgd" if source in FORWARD_BACKWARD_ONLY else "adamw"))
-    sharded = source == "finetune" and row["model"].startswith("Qwen")
-    plan = plan_of(row, len(model.blocks), zero=3 if sharded else ASSUMED_ZERO.get(source, 0))
-    if "LoRA" in f"{settings} {row['model']}":
+    zero, is_lora = ASSUMED_ZERO.get(source, 0), "LoRA" in f"{settings} {row['model']}"
+    if row.get("source", "").startswith("QwenLM"):
+        zero = 2 if is_lora else 3  # its scripts' DeepSpeed configurations
+        if not is_lora:
+            framework = framework._replace(both_gradients=True, bucket_elements=5 * 10**8)
+    plan = plan_of(row, len(model.blocks), zero=zero)
+    if is_lora:
         stated = re.search(r"LoRA rank (\d+)", settings)
-        whole = adapted(model, int(stated[1]) if stated else ASSUMED_RANK, ADAPTED_BY.get(source, ADAPTED))
+        names = ADAPTED_BY_QWEN if row["model"].startswith("Qwen-") else ADAPTED_BY.get(source, ADAPTED)
+        whole = adapted(model, int(stated[1]) if stated else ASSUMED_RANK, names)
         job = job.replace(model=whole, frozen=unadapted(whole, is_rest_trained="embeddings trained" in settings))
+    if source in PACKED and re.search(r"fine-tuning|\bSFT\b|LoRA", settings):
+        job = job.replace(model=packed(job.model, max(1, job.seq_len // PACKED_TOKENS)))
     if narrow:
-        job = job.replace(model=narrowed(job.model, plan, cluster, job.seq_len, narrow))
+        at_once = narrow == "fp8" and source in SCALED_AT_ONCE
+        job = job.replace(products="fp8-current" if at_once else NARROW[narrow])
+        if why := lacking(job, cluster.devices):
+            raise Inexpressible(why.partition(".")[0])
     step = _step_s(metrics, job, source, cluster)
     where = {} if step is None else {"step": step[0]}
     peak = metrics.get("peak_mem_gib")
@@ -296,10 +316,29 @@ def _figures(row: dict[str, str], source: str) -> dict[str, Any]:
     named = re.search(r"llama|mistral|qwen|gemma", row["model"], re.IGNORECASE)
     ffn = _count(row, "ffn", None if named else 4 * hidden)
     squad = ASSUMED_SQUAD if _task(row) == "span" else None
-    return {"layers": _count(row, "layers"), "hidden": hidden, "heads": heads, "ffn": ffn,
-            "kv_heads": _count(row, "kv_heads", heads), "max_seq_len": _count(row, "seq_len", squad),
-            "vocab": _count(row, "vocab", ASSUMED_VOCAB.get(source)),
-            "style": "llama" if named or ffn < 4 * hidden else "gpt"}
+    found = {"layers": _count(row, "layers"), "hidden": hidden, "heads": heads, "ffn": ffn,
+             "max_seq_len": _count(row, "seq_len", squad), "vocab": _count(row, "vocab", ASSUMED_VOCAB.get(source)),
+             "style": "llama" if named or ffn < 4 * hidden else "gpt"}
+    return found | {"kv_heads": _count(row, "kv_heads", _kv_heads(row, found))}
+
+
+def _kv_heads(row: dict[str, str], figures: Mapping[str, Any]) -> int:
+    """Where not stated, what the stated number of parameters says, if it is clearly not one for each query head."""
+    heads, hidden, layers = (int(figures[x]) for x in ("heads", "hidden", "layers"))
+    ffn, ends, tensor = float(figures["ffn"]), float(figures["vocab"]) * hidden, _count(row, "tp", 1)
+    text = row.get("params_b", "")
+    stated = _number(row, "params_b", 0) * 1e9
+    rounding = 0.5 * 10.0 ** -len(text.partition(".")[2]) * 1e9 / stated if stated else 0.0
+
+    def off(kv: int) -> float:
+        layer = (2 + 2 * kv / heads) * hidden**2 + (3 if figures["style"] == "llama" else 2) * hidden * ffn
+        return min(abs((layers * layer + n * ends) / stated - 1) for n in (1, 2))
+
+    counts = [n for n in range(tensor, heads + 1, tensor) if heads % n == 0]
+    if not stated or off(heads) < KV_CLEARLY + rounding or not counts:
+        return heads
+    best = min(counts, key=off)
+    return best if off(best) < KV_FITS + rounding else heads
 
 
 def _heads(hidden: int, tensor: int) -> int:
@@ -364,43 +403,25 @@ def adapted(model: Model, rank: int, names: Sequence[str] = ADAPTED) -> Model:
     return model.replace(blocks=(model.blocks[0], *layers, model.blocks[-1]))
 
 
+def packed(model: Model, samples: int) -> Model:
+    """A model of which every sequence is so many samples, none of which attends to another."""
+    def apart(op: Op) -> Op:
+        shape = op.shape | {"batch": samples * op.shape["batch"], "q": op.shape["q"] / samples,
+                            "kv": op.shape["kv"] / samples} if op.kind == "attention" else op.shape
+        return op.replace(shape=shape, flops=op.flops / samples, backward_flops=op.backward_flops / samples
+                          ) if op.kind == "attention" else op
+
+    kinds: dict[str, Block] = {}
+    for block in model.blocks:
+        if block.kind not in kinds:
+            kinds[block.kind] = block.replace(ops=tuple(map(apart, block.ops)))
+    return model.replace(blocks=tuple(kinds[b.kind].replace(name=b.name) for b in model.blocks))
+
+
 def unadapted(model: Model, *, is_rest_trained: bool) -> tuple[str, ...]:
     """Names of what LoRA leaves as it is: all but its own products, or, if the rest is trained, those of the layers."""
     blocks = model.blocks[1:-1] if is_rest_trained else model.blocks
     return tuple(f"{b.name}/{p.name}" for b in blocks for p in b.params if not p.tied and ".lora_" not in p.name)
-
-
-def narrowed(model: Model, plan: Plan, cluster: Cluster, seq_len: int, dtype: str) -> Model:
-    """A model whose layers multiply in a narrower type than the rest of it, as one in bf16 with as many rows
-    less as that is faster.
-
-    The time of the narrow products contains that of narrowing what they read. Inexpressible where a device lacks the
-    type.
-    """
-    device, pipe = cluster.devices[0], plan.pipelines[0]
-    if NARROW[dtype] not in device.flops:
-        raise Inexpressible(f"{device.name} has no {NARROW[dtype]} units for {dtype}")
-    shape = (pipe.micro_batch, seq_len // pipe.context, pipe.stages[0].tensor)
-    together = (1, shape[0] * shape[1] * plan.expert, shape[2] * plan.expert)  # who share experts, as one tensor group
-
-    def scaled(op: Op) -> Op:
-        if op.kind != "gemm":
-            return op
-        batch, m, n, k = (op.shape[x].at(*(together if op.routed else shape)) for x in ("batch", "m", "n", "k"))
-        narrow, wide = (query.gemm([m, m, k], [n, k, n], [k, n, m], device, batch=batch, dtype=t)
-                        for t in (dtype if dtype in TYPES else NARROW[dtype], "bf16"))
-        part = sum(narrow.time_s - narrow.floor_s) / sum(wide.time_s - wide.floor_s)
-        return op.replace(shape={**op.shape, "m": float(part) * op.shape["m"]})
-
-    def kept(block: Block) -> tuple[Saved, ...]:
-        return tuple(s.replace(bytes_per_element=1) if s.name.endswith(NARROWLY_KEPT) else s for s in block.saved)
-
-    layers: dict[str, Block] = {}
-    for block in model.blocks[1:-1]:
-        if block.kind not in layers:
-            layers[block.kind] = block.replace(ops=tuple(map(scaled, block.ops)), saved=kept(block))
-    return model.replace(blocks=(model.blocks[0], *(layers[b.kind].replace(name=b.name) for b in model.blocks[1:-1]),
-                                 model.blocks[-1]))
 
 
 def device_of(name: str) -> Device:

@@ -27,8 +27,9 @@ from mixfleet.catalog.efficiency import (
 )
 from mixfleet.cluster import BlockTime, Device
 from mixfleet.cost import query
+from mixfleet.cost.narrow import operators, shortened
 from mixfleet.errors import InputError
-from mixfleet.job import PRECISIONS, Job
+from mixfleet.job import PRECISIONS, Job, Products
 from mixfleet.model.spec import Block, ExpertShare, Op
 
 Recompute = Literal["none", "selective", "full"]
@@ -133,6 +134,8 @@ def _gap_s(device: Device) -> float:
 
 def launches(op: Op, fused: bool) -> tuple[int, int]:
     """Kernels of one operator, forward and backward."""
+    if op.kind == "elementwise":
+        return int(bool(op.traffic.terms)), int(bool(op.backward_traffic.terms))
     return EAGER_LAUNCHES if op.kind == "attention" and not fused else LAUNCHES[op.kind]
 
 
@@ -149,11 +152,11 @@ def visible(op: Op, kv: float) -> float:
 
 
 def op_s(op: Op, b: int, s: int, t: float, device: Device, precision: str, *, fused: bool = True,
-         context: float = 1) -> tuple[float, float]:
+         context: float = 1, products: Products | None = None) -> tuple[float, float]:
     """Seconds of one operator, forward and backward, for micro-batch b, sequence length s, tensor degree t.
 
     The whole sequence is `context` times longer than s. `fused` concerns attention only. A fused backward computes
-    five products for the forward's two (Dao, 2023).
+    five products for the forward's two (Dao, 2023). `products` is the narrow type of a product, casts apart.
     """
     dtype, shape = compute_dtype(device, precision), (b, s, t, context)
     element = 4 if op.kind == "loss" else PRECISIONS[precision].compute_bytes
@@ -162,7 +165,9 @@ def op_s(op: Op, b: int, s: int, t: float, device: Device, precision: str, *, fu
     peak = device.flops[dtype] if op.kind in ("gemm", "attention") else device.vector_flops
     gap = _gap_s(device) / device.share
     kernels, back_kernels = launches(op, fused)
-    learned = _learned_s(op, shape, device, dtype, fused)
+    learned = _learned_s(op, shape, device, dtype, fused, products)
+    if products:
+        peak = device.flops.get(products.rate, peak)
     if learned:
         forward, backward = (seconds / SUSTAINED["gpu"] / device.share for seconds in learned)
         return forward + kernels * gap, backward + (back_kernels * gap if back_flops else 0.0)
@@ -189,7 +194,7 @@ _LEARNED = ("fp32", "tf32", "fp16", "bf16")
 
 
 def _learned_s(op: Op, size: tuple[int, int, float, float], device: Device, dtype: str,
-               fused: bool) -> tuple[float, float] | None:
+               fused: bool, products: Products | None = None) -> tuple[float, float] | None:
     """Seconds of an operator alone, without its launch, forward and backward; None where the roofline is to answer.
 
     The gradients of a product are two products. Fused attention's backward computes five products for two. Causal
@@ -200,7 +205,10 @@ def _learned_s(op: Op, size: tuple[int, int, float, float], device: Device, dtyp
         return None
     shape = {name: max(1.0, length.at(*size)) for name, length in op.shape.items()}
     if op.kind == "gemm":
-        forward, inputs, weights = _products_s(*(shape[x] for x in ("batch", "m", "n", "k")), device, dtype)
+        part = 1.0
+        if products:
+            dtype, part = shortened(products, device)
+        forward, inputs, weights = _products_s(*(shape[x] for x in ("batch", "m", "n", "k")), device, dtype, part)
         flops = op.flops.at(*size)
         passes = op.backward_flops.at(*size) / flops if flops else 0.0
         return forward, inputs * min(passes, 1) + weights * max(passes - 1, 0)
@@ -214,9 +222,11 @@ def _learned_s(op: Op, size: tuple[int, int, float, float], device: Device, dtyp
 
 
 @lru_cache(maxsize=100_000)
-def _products_s(batch: float, m: float, n: float, k: float, device: Device, dtype: str) -> tuple[float, float, float]:
-    """Seconds of C = A B and of the gradients of A and B."""
-    times = query.gemm([m, m, k], [n, k, n], [k, n, m], device, batch=batch, dtype=dtype)
+def _products_s(batch: float, m: float, n: float, k: float, device: Device, dtype: str,
+                part: float = 1.0) -> tuple[float, float, float]:
+    """Seconds of C = A B and of the gradients of A and B; inner dimensions are `part` of what they are."""
+    inner = [max(1.0, part * x) for x in (k, n, m)]
+    times = query.gemm([m, m, k], [n, k, n], inner, device, batch=batch, dtype=dtype)
     first, second, third = np.maximum(times.time_s - times.floor_s, times.ceiling_s)
     return float(first), float(second), float(third)
 
@@ -254,14 +264,14 @@ def _block_cost(block: Block, micro_batch: int, seq_len: int, tensor: int, devic
     forward = backward = core = weights = host = back_host = 0.0
     fused = fused_attention(device, job)
     apart, whole = [(1, n) for n in segments], [(micro_batch, seq_len)]
-    for op, (rows, length) in [(o, rows) for o in block.ops
-                               for rows in (apart if apart and o.kind == "attention" else whole)]:
+    for op, narrow, (rows, length) in [(o, narrow, rows) for o, narrow in operators(block, job)
+                                       for rows in (apart if apart and o.kind == "attention" else whole)]:
         shape, part = (rows, length, float(tensor)), context
         if experts and op.routed:
             if experts.parts == inf:
                 continue
             shape, part = (1, experts.tokens, experts.parts), 1.0
-        f, g = op_s(op, *shape, device, job.precision, fused=fused, context=part)
+        f, g = op_s(op, *shape, device, job.precision, fused=fused, context=part, products=narrow)
         if op.kind in ("gemm", "attention"):
             f, g = f / clock, g / clock
         forward, backward = forward + f, backward + g
@@ -275,8 +285,8 @@ def _block_cost(block: Block, micro_batch: int, seq_len: int, tensor: int, devic
         wait, back_wait = max(0.0, host - forward), max(0.0, back_host - backward)
         forward, backward = forward + wait, backward + back_wait
     known = [m for m in device.block_times if m.block == block.kind.partition("#")[0]
-             and m.precision == job.precision and m.tensor == tensor and context == 1 and not experts
-             and m.seq_len in (seq_len, job.seq_len)]
+             and m.precision == job.precision and not job.products and m.tensor == tensor and context == 1
+             and not experts and m.seq_len in (seq_len, job.seq_len)]
     measured = [] if segments else [m for m in known if m.seq_len == seq_len]
     if known and not measured:  # samples shorter than the job's, or several in a row: as far off as whole ones
         at = max(1, round(micro_batch * seq_len / job.seq_len))

@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 
 from mixfleet.cluster import Device
 from mixfleet.cost.kernels import OptimizerLoop, Recompute, fused_attention
+from mixfleet.cost.narrow import kept_bytes
 from mixfleet.job import Job
 from mixfleet.model.spec import Block, ExpertShare
 from mixfleet.spec import Spec
@@ -73,7 +74,7 @@ def saved_bytes(block: Block, micro_batch: int, seq_len: int, tensor: int, devic
     kept, shape = _KEPT[recompute], (micro_batch, seq_len, tensor, context)
     routed = (1, experts.tokens, experts.parts) if experts else shape
     return round(sum(
-        tensor_.size.at(*(routed if tensor_.routed else shape)) * tensor_.element_bytes(job.bytes.compute_bytes)
+        tensor_.size.at(*(routed if tensor_.routed else shape)) * kept_bytes(tensor_, job)
         for tensor_ in block.saved if tensor_.until in kept and tensor_.held(device.kind, fused=fused)
         and not (frozen and tensor_.for_weights)))
 

@@ -157,6 +157,9 @@ def train(plan: Plan, job: Job, cluster: Cluster, *, steps: int | None = None, o
     reason = why_not(plan, job, cluster)
     if reason:
         raise InputError(reason)
+    if job.products:
+        raise InputError(f"products is {job.products}: training runs products in the job's precision, {job.precision}, "
+                         "only. Leave `products` out; predictions and plans can have it")
     if not plan.synchronous and (balance_every or on_nan == "skip"):
         what = "move samples between replicas" if balance_every else "leave out steps that are not finite"
         raise InputError(f"cannot {what} under the schedule {plan.schedule}: the next steps are under way already. "

@@ -19,7 +19,7 @@ from mixfleet.cost.money import price_per_hour
 from mixfleet.errors import InputError
 from mixfleet.job import Job
 from mixfleet.plan import Batching, Offload, Plan, ScheduleName
-from mixfleet.plan_rules import why_not
+from mixfleet.plan_rules import lacking, why_not
 from mixfleet.search.bounds import bound_s, compute_bound_s
 from mixfleet.search.candidates import Candidates
 from mixfleet.search.improve import frugal, neighbours
@@ -367,9 +367,12 @@ def find(job: Job, cluster: Cluster, *, top: int = 5, max_seconds: float = 120.0
     `objective` is the job's unless given. `max_seconds` is a safety limit only: a search that it ends says so
     (`complete`). `schedule_search` tries orders of their own (`custom`) and those of `TURNED` for the best
     pipelines. `names` are the only schedules that pipelines of several stages may then have, besides such orders.
-    Raises InputError for an objective that the cluster does not allow, and for unknown names. Nothing that fits is an
+    Raises InputError for an objective that the cluster does not allow, for unknown names, and for products in a type
+    that a device lacks. Nothing that fits is an
     answer.
     """
+    if why := lacking(job, cluster.devices):
+        raise InputError(why)
     allowed: tuple[ScheduleName, ...] = tuple(sorted(known(names), key=_usual))  # type: ignore[arg-type]
     limits = limits or Limits()
     if allowed:

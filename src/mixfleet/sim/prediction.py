@@ -17,7 +17,7 @@ from mixfleet.cost.kernels import compute_dtype
 from mixfleet.cost.memory import allocator_factor, attention_note
 from mixfleet.cost.money import price_per_million_tokens, step_energy_j, step_price
 from mixfleet.errors import InputError
-from mixfleet.job import Job
+from mixfleet.job import PRODUCTS, Job
 from mixfleet.model.spec import Size
 from mixfleet.plan import Plan
 from mixfleet.plan_rules import why_not
@@ -289,7 +289,8 @@ def _trace(played: Played, memories: dict[tuple[int, int], Memory], plan: Plan, 
         "device_names": names, "multiplicity": counts,
         "row_of": row_of, "tokens_per_step": sum(lengths) or job.tokens_per_step, "model_flops_per_step": model,
         "hardware_flops_per_step": hardware, "peak_flops": sum(
-            d.flops[compute_dtype(d, job.precision)] * d.share for d in (cluster.devices[r] for r in plan.ranks))} | (
+            d.flops[PRODUCTS[job.products].rate if job.products else compute_dtype(d, job.precision)] * d.share
+            for d in (cluster.devices[r] for r in plan.ranks))} | (
             {"note": cluster.note} if cluster.note else {}))
     return found if plan.synchronous else tr.within(found)
 
