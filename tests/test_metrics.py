@@ -9,7 +9,9 @@ import math
 import pytest
 
 from mixfleet.errors import InputError
+from mixfleet.report.results import training
 from mixfleet.run import metrics
+from mixfleet.run.host import CoreUse, CoreWatch, foreign
 from mixfleet.run.metrics import Reporter, StepMetrics
 
 
@@ -78,3 +80,26 @@ def test_a_path_that_cannot_be_written(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match="cannot be written"):
         Reporter(tmp_path / "file" / "metrics.jsonl", 1)
+
+
+def test_what_other_programs_take() -> None:
+    """Two hosts of two cores; on the first 9 of 12 s are ours and 2 are not, on the second 3 of 8 s and 4."""
+    uses = [CoreUse("a", {0: 5.0, 1: 6.0}, 4.5, 6.0), CoreUse("a", {0: 5.0, 1: 6.0}, 4.5, 6.0),
+            CoreUse("b", {2: 4.0}, 3.0, 4.0), CoreUse("b", {3: 3.0}, 0.0, 4.0)]
+    assert foreign(uses) == pytest.approx(4 / 8)
+    assert foreign(uses[:2]) == pytest.approx(2 / 12)
+    assert foreign([CoreUse("c", {}, 1.0, 2.0)]) == 0.0  # where nobody says how busy cores are
+    watch = CoreWatch()
+    while watch.use().own_s < 0.05:
+        pass
+    use = watch.use()
+    assert sum(use.busy_s.values()) >= use.own_s - 0.05  # to a tick of both
+    assert said(0.38) == "took 38% of the cores meanwhile, so steps took longer than they need"
+    assert said(0.1) == ""
+
+
+def said(part: float) -> str:
+    """What a run says about it."""
+    found = training({"step": 3, "stopped": False, "first_loss": 2.0, "last_loss": 1.0, "step_s": 1.0,
+                      "predicted_step_s": 0.5, "checkpoint": "", "foreign": part})
+    return dict(found.facts)["other programs"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise
 from math import gcd, lcm
@@ -81,6 +81,8 @@ class Stage(Spec, frozen=True, kw_only=True):
     """One mode for all its blocks, or one for each, ascending; in the list of a file `full*3` stands for three."""
     offload: tuple[Offload, ...] = ()
     """What lies in host memory between uses."""
+    offload_blocks: tuple[int, ...] = ()
+    """Blocks whose saved activations lie in host memory from their forward to their backward."""
     order: str = ""
     """Under the schedule `custom`: the stage's steps, as in `F0.0 F0.1 B0.0 B0.1`. F or B (or I and W, the input and
     weight halves of a backward), chunk of the pipeline's chain, micro-batch."""
@@ -119,10 +121,19 @@ class Stage(Spec, frozen=True, kw_only=True):
         runs = [(mode, [b for b, _ in run]) for mode, run in groupby(self.modes.items(), lambda entry: entry[1])]
         return ", ".join(f"{mode} {run[0]}" + (f"-{run[-1]}" if len(run) > 1 else "") for mode, run in runs)
 
-    def with_modes(self, modes: Mapping[int, Recompute]) -> Stage:
-        """With these recompute modes of its blocks."""
+    @property
+    def away(self) -> tuple[str, ...]:
+        """What it keeps in host memory, for people: `optimizer`, `activations of 3-5, 8`."""
+        blocks = enumerate(sorted(self.offload_blocks))
+        runs = [[b for _, b in run] for _, run in groupby(blocks, lambda entry: entry[1] - entry[0])]
+        text = ", ".join(f"{run[0]}" + (f"-{run[-1]}" if len(run) > 1 else "") for run in runs)
+        return (*self.offload, *([f"activations of {text}"] if text else []))
+
+    def with_modes(self, modes: Mapping[int, Recompute], away: Collection[int] = ()) -> Stage:
+        """With these recompute modes of its blocks, and the activations of those in `away` in host memory."""
         mine = tuple(modes[b] for b in self.held)
-        return self.replace(recompute=mine[0] if len(set(mine)) == 1 else mine)
+        return self.replace(recompute=mine[0] if len(set(mine)) == 1 else mine,
+                            offload_blocks=tuple(b for b in self.held if b in away))
 
     def holds(self, block: int) -> bool:
         return any(lo <= block < hi for lo, hi in self.chunks)
@@ -260,6 +271,11 @@ class Pipeline(Spec, frozen=True, kw_only=True, dict=True):
         if weights and updates:
             return stream(home, count, updates, weights, distance)
         return SCHEDULES[schedule].orders(home, count)
+
+    @property
+    def away(self) -> frozenset[int]:
+        """Blocks whose activations lie in host memory."""
+        return frozenset(b for stage in self.stages for b in stage.offload_blocks)
 
     @cached_property
     def chain(self) -> tuple[Chunk, ...]:

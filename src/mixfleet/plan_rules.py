@@ -272,7 +272,9 @@ def _wrong_sharing(plan: Plan) -> Iterator[str]:
 
 
 def _wrong_offload(stage: Stage, plan: Plan, cluster: Cluster, where: str) -> Iterator[str]:
-    if not stage.offload:
+    if stage.offload_blocks:
+        yield from _wrong_parking(stage, plan, where)
+    if not stage.offload and not stage.offload_blocks:
         return
     if len(set(stage.offload)) < len(stage.offload):
         yield f"{where}.offload names {stage.offload[0]} twice"
@@ -285,6 +287,24 @@ def _wrong_offload(stage: Stage, plan: Plan, cluster: Cluster, where: str) -> It
             yield f"{where}.offload: {device.name} (device {rank}) states no pcie_bandwidth, over which it would go"
         if device.kind == "gpu" and not node.host_memory_bytes:
             yield f"{where}.offload: node {node.name} states no host_memory, in which it would lie"
+
+
+def _wrong_parking(stage: Stage, plan: Plan, where: str) -> Iterator[str]:
+    """Activations that cannot go to the host."""
+    blocks = stage.offload_blocks
+    elsewhere = next((b for b in blocks if not stage.holds(b)), None)
+    if elsewhere is not None:
+        yield f"{where}.offload_blocks has block {elsewhere}; the stage holds blocks {stage.text}"
+    elif len(set(blocks)) < len(blocks):
+        yield f"{where}.offload_blocks names block {next(b for b in blocks if blocks.count(b) > 1)} twice"
+    elif len(stage.modes) == stage.size and "selective" in (modes := [stage.modes[b] for b in blocks]):
+        yield (f"{where}.offload_blocks has block {blocks[modes.index('selective')]}, whose recompute is selective: "
+               "what that keeps belongs to the part that is computed again. Take none or full for it")
+    if not plan.synchronous or plan.schedule == "roundpipe":
+        yield (f"{where}.offload_blocks is given, but under {plan.schedule} "
+               + ("a backward leg follows its forward at once" if plan.schedule == "roundpipe" else
+                  "micro-batches of several steps are in flight, which is not supported")
+               + ". Leave it out, or take a synchronous schedule")
 
 
 def _wrong_layers(plan: Plan) -> Iterator[str]:

@@ -129,7 +129,8 @@ def train(seats: Seats | None, plan: Path, job: Path | None, cluster: Path | Non
 def _summary(result: TrainResult, prediction: Prediction, step_s: float | None) -> dict[str, Any]:
     losses = result.losses or (None,)
     return {"step": result.step, "stopped": result.stopped, "first_loss": losses[0], "last_loss": losses[-1],
-            "step_s": step_s, "predicted_step_s": prediction.step_s, "checkpoint": result.checkpoint}
+            "step_s": step_s, "predicted_step_s": prediction.step_s, "checkpoint": result.checkpoint,
+            "foreign": result.foreign}
 
 
 def _show_commands(loaded: Loaded, arguments: list[str], as_json: bool) -> None:

@@ -35,6 +35,9 @@ OPTIMIZER_CHUNK = 1 << 24
 _KEPT = {"none": ("none", "selective", "full"), "selective": ("selective", "full"), "full": ("full",)}
 
 
+_OF_BATCH = ("tokens", "targets")
+
+
 class StateBytes(NamedTuple):
     """Bytes of model state on one rank."""
 
@@ -77,6 +80,16 @@ def saved_bytes(block: Block, micro_batch: int, seq_len: int, tensor: int, devic
         tensor_.size.at(*(routed if tensor_.routed else shape)) * kept_bytes(tensor_, job)
         for tensor_ in block.saved if tensor_.until in kept and tensor_.held(device.kind, fused=fused)
         and not (frozen and tensor_.for_weights)))
+
+
+def parked_bytes(block: Block, micro_batch: int, seq_len: int, tensor: int, device: Device, job: Job,
+                 recompute: Recompute = "none", context: float = 1, experts: ExpertShare | None = None, *,
+                 first: bool = False) -> int:
+    """Bytes of those that can lie in host memory meanwhile: not what is the batch's own, which is here anyway (tokens
+    and targets; what enters the `first` block)."""
+    mine = tuple(s for s in block.saved if s.name not in _OF_BATCH and not (first and s.name == "input"))
+    return saved_bytes(block.replace(saved=mine), micro_batch, seq_len, tensor, device, job, recompute, context,
+                       experts)
 
 
 def recompute_bytes(block: Block, micro_batch: int, seq_len: int, tensor: int, device: Device, job: Job,

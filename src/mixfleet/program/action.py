@@ -30,8 +30,9 @@ PUSH, PULL = asynchronous.PUSH, asynchronous.PULL
 AHEAD, SEND_KEPT, RECV_KEPT = rounds.AHEAD, "SX", "RX"
 LOAD_WEIGHTS, SAVE_WEIGHTS, FREE_WEIGHTS = "LW", "EW", "XW"
 LOAD_STATE, SAVE_STATE, FREE_STATE = "LO", "EO", "XO"
+LOAD_SAVED, PARK_SAVED, PASS_SAVED = "LA", "EA", "XA"
 KEEP, ANTICIPATE, USE, DROP = asynchronous.KEEP, asynchronous.ANTICIPATE, asynchronous.USE, asynchronous.DROP
-_ACTION = re.compile(r"(F|B|I|W|SA|RA|SG|RG|SX|RX|PU|PL|C|G|X|R|Y|N|S|P|[LEX][WO]|K|A|U|D)"
+_ACTION = re.compile(r"(F|B|I|W|SA|RA|SG|RG|SX|RX|PU|PL|C|G|X|R|Y|N|S|P|[LEX][WOA]|K|A|U|D)"
                      r"(?:(\d+)(?::(\d+))?)?(?:\.(\d+))?(?:@(\d+))?('*|\*)")
 JOINT = -1
 """The seat of what a rank does once for all its seats: the norm, and exchanges of a unit that several of them hold."""
@@ -55,6 +56,8 @@ class Action(NamedTuple):
     P    hand the updated weights of unit `lo` from the optimizer owners to those who hold them
     LW   load the weights of unit `lo` from host memory;  XW free what was loaded;  EW write them back, updated
     LO   load the optimizer's state of the owned piece of unit `lo`;  EO write it back;  XO free it
+    EA   move what the forward of block `lo` saved for `mb` to host memory;  LA bring it back;  XA once its backward
+         has used it, which those behind it in their stream wait for
     K    keep a copy of the current weights of blocks `lo` to `hi - 1`, as version `mb`
     A    anticipate: predict the weights of these blocks that will be version `mb`, from the optimizer's state
     U    from here on F and B of these blocks use the copy that is version `mb`; without a version, the current weights
@@ -103,6 +106,8 @@ def stream_of(action: Action) -> tuple[str, int]:
         return "load", 0
     if action.op in (SAVE_WEIGHTS, SAVE_STATE):
         return "save", 0
+    if action.op in (PARK_SAVED, LOAD_SAVED, PASS_SAVED):  # one stream: what comes back does so behind what went
+        return "host", 0
     return "compute", 0
 
 
@@ -184,8 +189,9 @@ def effects(action: Action, layout: Layout, units: tuple[int, ...]) -> tuple[lis
     backward leave to each other, w usable weights, shard the
     permanent piece of sharded weights, grad the gradient as backward leaves it, acc what hop 1 accumulated,
     own the gradient of the owned optimizer piece, opt its updated state, scale the clipping factor, state what the
-    optimizer keeps; home and away are weights and state in host memory, kept the copies of weights by version; delta
-    is what a wave changed, total its sum over the virtual workers; entry what enters a backward leg.
+    optimizer keeps; home, away and parked are weights, state and activations in host memory, kept the copies of
+    weights by version; delta is what a wave changed, total its sum over the virtual workers; entry what enters a
+    backward leg.
     """
     op, lo, hi, mb, *_ = action
     home = "shard" if layout.needed(GATHER, 0) else "w"
@@ -235,6 +241,9 @@ def effects(action: Action, layout: Layout, units: tuple[int, ...]) -> tuple[lis
         LOAD_STATE: ([("away", lo, 0)], [("state", lo, 0)]),
         SAVE_STATE: ([("state", lo, 0)], [("away", lo, 0)]),
         FREE_STATE: ([], [("state", lo, 0)]),
+        PARK_SAVED: ([("saved", lo, mb)], [("parked", lo, mb)]),
+        LOAD_SAVED: ([("parked", lo, mb)], [("saved", lo, mb)]),
+        PASS_SAVED: ([], [("saved", lo, mb)]),
         PUBLISH: ([("opt", lo, 0)], [(home, lo, 0)]),
         PUSH: ([("w", lo, 0)], [("delta", lo, mb)]),
         PULL: ([("total", lo, mb), ("w", lo, 0)], [("w", lo, 0)]),

@@ -15,9 +15,12 @@ from mixfleet.program.action import (
     FREE_WEIGHTS,
     GATHER,
     KEEP,
+    LOAD_SAVED,
     LOAD_STATE,
     LOAD_WEIGHTS,
     NORM,
+    PARK_SAVED,
+    PASS_SAVED,
     PUBLISH,
     PULL,
     PUSH,
@@ -86,6 +89,7 @@ def _role_problems(role: Role, plan: Plan, layout: Layout) -> Iterator[str]:
     versions = _Versions()
     rounds = plan.schedule == "roundpipe"
     loads = "weights" in pipeline.stages[role.stage].offload
+    parked: set[tuple[int, int]] = set()
     sharded = loads or layout.needed(GATHER, units[0])
     for at, a in enumerate(role.actions):
         here = f"action {at}, {a}"
@@ -97,6 +101,16 @@ def _role_problems(role: Role, plan: Plan, layout: Layout) -> Iterator[str]:
             if a.lo not in held:
                 yield f"{here}: the weights are not here"
             held.discard(a.lo)
+        elif a.op in (PARK_SAVED, LOAD_SAVED, PASS_SAVED):
+            if (F, a.lo, a.mb) not in seen:
+                yield f"{here}: its forward has saved nothing yet"
+            elif a.lo not in pipeline.stages[role.stage].offload_blocks:
+                yield f"{here}: what this block saves stays on the device"
+            elif ((a.lo, a.mb) in parked) != (a.op == LOAD_SAVED):
+                yield f"{here}: what it saved is {'not ' if a.op == LOAD_SAVED else ''}in host memory"
+            elif a.op == PASS_SAVED and not {(B, a.lo, a.mb), (I, a.lo, a.mb)} & seen:
+                yield f"{here}: its backward has not used it yet"
+            (parked.add if a.op == PARK_SAVED else parked.discard)((a.lo, a.mb))
         elif a.op in (LOAD_STATE, FREE_STATE):
             if (a.lo in state) == (a.op == LOAD_STATE):
                 yield f"{here}: the optimizer's state is {'here already' if a.lo in state else 'not here'}"
@@ -147,6 +161,8 @@ def _role_problems(role: Role, plan: Plan, layout: Layout) -> Iterator[str]:
                 else:
                     if (F, b, a.mb) not in seen:
                         yield f"{here}: the backward of block {b} runs before its forward"
+                    if (b, a.mb) in parked:
+                        yield f"{here}: what the forward of block {b} saved is in host memory"
                     behind = stage_of.get(b + 1)
                     if behind == role.stage and not {(B, b + 1, a.mb), (I, b + 1, a.mb)} & seen:
                         yield f"{here}: the backward of block {b} runs before that of block {b + 1}"
@@ -265,7 +281,8 @@ def _miscounted(role: Role, layout: Layout, units: tuple[int, ...]) -> Iterator[
             continue
         if a.op in (F, B, I, W, AHEAD):
             found.update((a.op, b, a.mb) for b in range(a.lo, a.hi))
-        elif a.op not in (GATHER, RELEASE, LOAD_WEIGHTS, FREE_WEIGHTS, KEEP, ANTICIPATE, USE, DROP):
+        elif a.op not in (GATHER, RELEASE, LOAD_WEIGHTS, FREE_WEIGHTS, KEEP, ANTICIPATE, USE, DROP, PARK_SAVED,
+                          LOAD_SAVED, PASS_SAVED):
             found[(a.op, a.lo, a.mb)] += 1
     for key in sorted((expected | found).keys()):
         name = str(Action(key[0], key[1], key[1] + 1, key[2]))

@@ -17,9 +17,12 @@ from mixfleet.program.action import (
     FREE_WEIGHTS,
     GATHER,
     JOINT,
+    LOAD_SAVED,
     LOAD_STATE,
     LOAD_WEIGHTS,
     NORM,
+    PARK_SAVED,
+    PASS_SAVED,
     PUBLISH,
     PULL,
     PUSH,
@@ -85,9 +88,12 @@ def _seat(actions: Actions, plan: Plan, layout: Layout, pipeline: int, stage: in
     units = layout.units_of_stage(pipeline, stage)
     layered = plan.accumulation == "layered"
     loads = "weights" in plan.pipelines[pipeline].stages[stage].offload
+    parked = plan.pipelines[pipeline].stages[stage].offload_blocks
     actions = _by_block(actions, layout.floor) if layered else _pipe(actions, plan.pipelines[pipeline], stage,
                                                                      layout.floor)
-    actions = _split_blocks(actions, layout, units, loads=loads)
+    actions = _split_blocks(actions, layout, units, loads=loads, apart=bool(parked))
+    if parked:
+        actions = _park(actions, frozenset(b for b in parked if b >= layout.floor), plan.sharding.prefetch)
     if loads:
         actions = _bring_weights(actions, layout, plan.sharding.prefetch, LOAD_WEIGHTS, FREE_WEIGHTS)
     elif layout.needed(GATHER, units[0]):
@@ -258,10 +264,11 @@ def _final(actions: Actions) -> set[int]:
     return set(last.values())
 
 
-def _split_blocks(actions: Actions, layout: Layout, units: tuple[int, ...], *, loads: bool) -> Actions:
+def _split_blocks(actions: Actions, layout: Layout, units: tuple[int, ...], *, loads: bool, apart: bool = False
+                  ) -> Actions:
     """One action per block where state moves between blocks: gathers, loads, hop 1, and hop 2 behind the last
-    backward."""
-    gathers = loads or layout.needed(GATHER, units[0])
+    backward; everywhere if that is asked for (`apart`)."""
+    gathers = loads or apart or layout.needed(GATHER, units[0])
     reduces = layout.needed(REDUCE, units[0])
     syncs = any(layout.needed(SYNC, u) for u in units)
     final = _final(actions) if syncs else set()
@@ -273,6 +280,36 @@ def _split_blocks(actions: Actions, layout: Layout, units: tuple[int, ...], *, l
             out += [a._replace(lo=b, hi=b + 1) for b in reversed(range(a.lo, a.hi))]
         else:
             out.append(a)
+    return out
+
+
+def _park(actions: Actions, blocks: frozenset[int], prefetch: int) -> Actions:
+    """What these blocks save goes to the host behind their forward and comes back `prefetch` computings before their
+    backward.
+
+    The stream keeps its order, so what comes back waits until the backward before has used its own: that bounds
+    memory. Where nothing would lie there for a while, it stays.
+    """
+    computes = [i for i, a in enumerate(actions) if a.op in (F, B, I, W)]
+    made = {(actions[i].lo, actions[i].mb): n for n, i in enumerate(computes) if actions[i].op == F}
+    parks: set[int] = set()
+    loads: dict[int, Actions] = {}
+    for n, i in enumerate(computes):
+        a = actions[i]
+        if a.op not in (B, I) or a.lo not in blocks:
+            continue
+        begin, back = made[a.lo, a.mb], n - prefetch
+        if back > begin + 1:
+            parks.add(computes[begin])
+            loads.setdefault(computes[back], []).append(Action(LOAD_SAVED, a.lo, a.hi, a.mb))
+    there = {(actions[i].lo, actions[i].mb) for i in parks}
+    out: Actions = []
+    for i, a in enumerate(actions):
+        out += [*loads.get(i, ()), a]
+        if i in parks:
+            out.append(Action(PARK_SAVED, a.lo, a.hi, a.mb))
+        elif a.op in (B, I) and (a.lo, a.mb) in there:
+            out.append(Action(PASS_SAVED, a.lo, a.hi, a.mb))
     return out
 
 

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from mixfleet.sim.prediction import DeviceUse, Prediction
 
 
+FOREIGN = 0.1
+"""Part of the cores that other programs may take before a run says so."""
+
 # What a plan will do
 
 
@@ -205,4 +208,6 @@ def training(this: Mapping[str, Any]) -> View:
         ("loss", loss),
         ("step", f"{show_seconds(measured)} (median)" if measured else ""),
         ("predicted", f"{show_seconds(predicted)}{', ' * bool(error)}{error}"),
+        ("other programs", f"took {this['foreign']:.0%} of the cores meanwhile, so steps took longer than they need"
+                           if this["foreign"] > FOREIGN else ""),
         ("checkpoint", this["checkpoint"])])

@@ -214,7 +214,7 @@ def _schedule(this: Plan) -> str:
 def plan(this: Plan, on: Cluster | None = None) -> View:
     """The stages and the ranks that hold them; with the cluster, their devices by name."""
     rows = []
-    away = any(stage.offload for pipe in this.pipelines for stage in pipe.stages)
+    away = any(stage.away for pipe in this.pipelines for stage in pipe.stages)
     for p, pipe in enumerate(this.pipelines):
         name = f"{p}" + (f" (x {pipe.replicas})" if pipe.replicas > 1 else "")
         name += f", context {pipe.context}" if pipe.context > 1 else ""
@@ -226,7 +226,7 @@ def plan(this: Plan, on: Cluster | None = None) -> View:
             rows.append(["" if s else name, str(s), stage.text + (f"; forward {ahead}" if ahead else ""),
                          ranges(stage.devices), what, str(stage.tensor),
                          f"{pipe.micro_batch} x {len(pipe.micro_batches)}", str(pipe.samples),
-                         stage.recompute_text, *([", ".join(stage.offload)] if away else [])])
+                         stage.recompute_text, *([", ".join(stage.away)] if away else [])])
     shard = this.sharding
     return View(
         f"plan {this.name}".rstrip(),

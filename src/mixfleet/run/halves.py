@@ -33,13 +33,14 @@ class PutOff(TorchFunctionMode):
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, later: Later) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.later = later
+        ctx.save_for_backward(x)
+        # Not saved: where hooks watch what is saved, another tensor would come back, with a gradient of its own.
+        ctx.weight, ctx.later = weight, later
         return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor | None, None]:
-        x, weight = ctx.saved_tensors
+        (x,), weight = ctx.saved_tensors, ctx.weight
         # Detached: a view of x would keep its graph, which holds `later`, in a circle that nobody frees.
         rows, inputs = grad.reshape(-1, grad.shape[-1]), x.detach().reshape(-1, x.shape[-1])
         ctx.later.append(lambda: _accumulate(weight, rows, inputs))

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import socket
 import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h
 _LARGEST_MMAP_THRESHOLD = 32 * 2**20
@@ -20,3 +26,56 @@ def keep_memory() -> None:
         if mallopt:
             mallopt(_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
             mallopt(_TRIM_THRESHOLD, _KEEP)
+
+
+class CoreUse(NamedTuple):
+    """What one process saw of the cores that it may use, over some time."""
+
+    host: str
+    busy_s: dict[int, float]
+    """Per core, the seconds in which anybody used it."""
+    own_s: float
+    """CPU time of this process."""
+    wall_s: float
+
+
+class CoreWatch:
+    """Looks at the cores of this process from now on. Only Linux says how busy they are."""
+
+    def __init__(self) -> None:
+        self._busy, self._own, self._wall = _busy_s(), time.process_time(), time.perf_counter()
+
+    def use(self) -> CoreUse:
+        now = _busy_s()
+        busy = {core: now[core] - begin for core, begin in self._busy.items() if core in now}
+        return CoreUse(socket.gethostname(), busy,
+                       time.process_time() - self._own, time.perf_counter() - self._wall)
+
+
+def _busy_s() -> dict[int, float]:
+    """Seconds that each core that this process may use was not idle, since the machine started (proc_stat(5)); time
+    that a hypervisor took counts too."""
+    stat = Path("/proc/stat")
+    if not stat.exists():
+        return {}
+    mine, tick_s, found = os.sched_getaffinity(0), 1 / os.sysconf("SC_CLK_TCK"), {}
+    for line in stat.read_text().splitlines():
+        name, *fields = line.split()
+        if name[:3] == "cpu" and name[3:].isdigit() and int(name[3:]) in mine:
+            user, nice, system, _, _, irq, softirq, steal = map(int, fields[:8])
+            found[int(name[3:])] = (user + nice + system + irq + softirq + steal) * tick_s
+    return found
+
+
+def foreign(uses: Iterable[CoreUse]) -> float:
+    """The part of their cores that others than these processes took, on the host where that is most."""
+    hosts: dict[str, list[CoreUse]] = {}
+    for use in uses:
+        hosts.setdefault(use.host, []).append(use)
+    worst = 0.0
+    for mine in hosts.values():
+        busy_s = sum({core: s for use in mine for core, s in use.busy_s.items()}.values())
+        cores, wall_s = len({core for use in mine for core in use.busy_s}), max(use.wall_s for use in mine)
+        if cores and wall_s > 0:
+            worst = max(worst, (busy_s - sum(use.own_s for use in mine)) / (cores * wall_s))
+    return worst

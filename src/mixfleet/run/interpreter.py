@@ -26,9 +26,12 @@ from mixfleet.program.action import (
     GATHER,
     JOINT,
     KEEP,
+    LOAD_SAVED,
     LOAD_STATE,
     LOAD_WEIGHTS,
     NORM,
+    PARK_SAVED,
+    PASS_SAVED,
     PUBLISH,
     RECV_ACT,
     RECV_GRAD,
@@ -54,6 +57,8 @@ from mixfleet.program.action import (
 from mixfleet.program.layout import Layout
 from mixfleet.run.collective import Chain, Copies, Fabric, Sums, Task, overlaps
 from mixfleet.run.halves import Later, PutOff
+from mixfleet.run.modules import TABLES
+from mixfleet.run.parked import Parked, Storages, constants
 from mixfleet.run.state import DTYPES, Paged, Unit, bind
 
 
@@ -195,11 +200,15 @@ class Interpreter:
             RECV_ACT: self._receive, SEND_GRAD: self._send, RECV_GRAD: self._receive, GATHER: self._move,
             RELEASE: self._release, REDUCE: self._move, SYNC: self._move, NORM: self._norm, STEP: self._step,
             PUBLISH: self._move, **dict.fromkeys(_PAGES, self._page),
+            **dict.fromkeys((PARK_SAVED, LOAD_SAVED, PASS_SAVED), self._park),
             **dict.fromkeys((KEEP, ANTICIPATE, USE, DROP), self._version)}
         self._values: dict[tuple[str, int, int], Tensor | _Arrival] = {}
         """Activations `x` and gradients `g` at block boundaries, by (kind, block, micro-batch)."""
         self._saved: dict[tuple[int, int], tuple[Tensor, Tensor | None, list[int]]] = {}
         self._halved = {(b, a.mb) for a in role.actions if a.op == I for b in range(a.lo, a.hi)}
+        self._parks = {(a.lo, a.mb) for a in role.actions if a.op == PARK_SAVED}
+        self._parked: dict[tuple[int, int], tuple[Parked, Task | None]] = {}
+        """What lies in host memory, or is on its way there or back."""
         self._later: dict[tuple[int, int], tuple[Later, list[int]]] = {}
         """Weight gradients put off by the input half of a backward, and what they hold."""
         self._sending: list[Task] = []
@@ -307,6 +316,7 @@ class Interpreter:
         self.role, self.pipeline = role, pipeline
         self._sizes, self._routes = pipeline.sizes(role.stage, self.place.member), {}
         self._halved = {(b, a.mb) for a in role.actions if a.op == I for b in range(a.lo, a.hi)}
+        self._parks = {(a.lo, a.mb) for a in role.actions if a.op == PARK_SAVED}
 
     def locate(self, batches: Sequence[MicroBatch]) -> tuple[int, int, int, int] | None:
         """Repeat a broken step and look where numbers cease to be finite on this rank, first in time: (0 forward or 1
@@ -355,6 +365,7 @@ class Interpreter:
             with self.recorder.span("compute", f"F{b}.{action.mb}", "forward"):
                 leaf = x if b == 0 else x.detach().requires_grad_(block.hands_down)
                 held: list[int] = []
+                kept: Storages | None = {} if (b, action.mb) in self._parks else None
                 if block.idle_backward:
                     with torch.no_grad():
                         out = self._run(b, leaf, action.mb)
@@ -365,11 +376,13 @@ class Interpreter:
                         out = self._run(b, leaf, action.mb)
                     self._saved[b, action.mb] = leaf, None, held
                 else:
-                    with self.recorder.saving(held, self._weight_storages):
+                    with self.recorder.saving(held, self._weight_storages, kept):
                         out = self._run(b, leaf, action.mb)
                     self._saved[b, action.mb] = leaf, out, held
                 if b >= self.layout.floor:
                     self.recorder.hold(leaf, held)
+                if kept is not None:
+                    self._parked[b, action.mb] = self._may_go(b, action.mb, leaf, out, kept), None
             self._watch(out, b, action.mb, backward=False)
             self._mark(f"F{b}.{action.mb}")
             x = out.detach()
@@ -377,6 +390,24 @@ class Interpreter:
             self._loss += x
         else:
             self._values["x", action.hi, action.mb] = x
+
+    def _may_go(self, block: int, mb: int, leaf: Tensor, out: Tensor, kept: Storages) -> Parked:
+        """What a forward saved that may lie in host memory."""
+        batch = self._batches[mb]
+        shared = [t for t in (batch.inputs, batch.targets, out) if t is not None]
+        if not self.layout.model.blocks[block].idle_backward:
+            kept[leaf.untyped_storage()._cdata] = leaf.untyped_storage()
+        stay = {t.untyped_storage()._cdata for t in shared} | TABLES | constants(self.modules[block])
+        return Parked({key: s for key, s in kept.items() if key not in stay}, self.recorder, self.device)
+
+    def _park(self, action: Action) -> None:
+        """EA, LA or XA: the backward waits for what comes back."""
+        if self._absent(action.mb) or action.op == PASS_SAVED:
+            return
+        key = action.lo, action.mb
+        parked, _ = self._parked.pop(key)
+        steps, category = (parked.save(), "save") if action.op == PARK_SAVED else (parked.load(), "load")
+        self._parked[key] = parked, self.fabric.run("host", steps, str(action), category)
 
     def _input(self, action: Action) -> Tensor:
         if action.lo == 0:
@@ -421,6 +452,10 @@ class Interpreter:
                 continue
             grad = (torch.tensor(self._loss_gradient(mb), dtype=torch.float64, device=self.device)
                     if b == len(blocks) - 1 else self._take("g", b + 1, mb))
+            if (b, mb) in self._parked:
+                task = self._parked.pop((b, mb))[1]
+                if task:
+                    task.wait()
             leaf, out, held = self._saved.pop((b, mb))
             if blocks[b].idle_backward:
                 self._later[b, mb] = [], []

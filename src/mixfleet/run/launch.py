@@ -119,6 +119,8 @@ class TrainResult(Spec, frozen=True, kw_only=True):
     ranks: tuple[RankReport, ...] = ()
     balanced: tuple[Rebalance, ...] = ()
     """Every change of samples."""
+    foreign: float = 0.0
+    """Part of the ranks' cores that other programs took behind the first step, on the host where it was most."""
 
 
 class Failure(Spec, frozen=True, kw_only=True):

@@ -375,13 +375,22 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": F.silu, "geglu"
                                                        "gelu": F.gelu, "gelu_tanh": _gelu_tanh, "relu": F.relu}
 
 
+TABLES: set[int] = set()
+"""Storages that layers and micro-batches share: these tables."""
+
+
+def _table(t: Tensor) -> Tensor:
+    TABLES.add(t.untyped_storage()._cdata)
+    return t
+
+
 @lru_cache(maxsize=8)
 def _rotation(sequence: int, head: int, theta: float, dtype: torch.dtype, device: torch.device
               ) -> tuple[Tensor, Tensor]:
     """Cosine and sine [s, head_dim] of rotary positions (Su et al., 2021), each half of a head the same."""
     frequency = theta ** (-torch.arange(0, head, 2, dtype=torch.float64) / head)
     angle = torch.outer(torch.arange(sequence, dtype=torch.float64), frequency).repeat(1, 2)
-    return angle.cos().to(device, dtype), angle.sin().to(device, dtype)
+    return _table(angle.cos().to(device, dtype)), _table(angle.sin().to(device, dtype))
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -396,11 +405,11 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _causal(sequence: int, window: int, device: torch.device) -> Tensor:
     """True where a query [rows] may see a key [columns]: not later, and nearer than `window` (0 is any distance)."""
     distance = torch.arange(sequence, device=device).unsqueeze(1) - torch.arange(sequence, device=device)
-    return (distance >= 0) & (distance < window) if window else distance >= 0
+    return _table((distance >= 0) & (distance < window) if window else distance >= 0)
 
 
 @lru_cache(maxsize=8)
 def _bias(lo: int, hi: int, window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The same for queries [lo, hi) and all keys before `hi`, as what to add to scores; one for all layers."""
     visible = _causal(hi, window, device)[lo:]
-    return torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(~visible, float("-inf"))
+    return _table(torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(~visible, float("-inf")))

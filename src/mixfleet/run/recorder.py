@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -80,9 +80,11 @@ class Recorder:
                 self._raw.append((stream, name, category, now - int(seconds * 1e9), now))
 
     @contextmanager
-    def saving(self, held: list[int], skip: set[int]) -> Iterator[None]:
-        """Count the storages that autograd keeps from this forward: appended to `held`, those in `skip` left out."""
-        if not self.on or self.device.type == "cuda":
+    def saving(self, held: list[int], skip: set[int], kept: dict[int, torch.UntypedStorage] | None = None
+               ) -> Iterator[None]:
+        """Count the storages that autograd keeps from this forward: appended to `held`, those in `skip` left out. The
+        same storages come into `kept`, if that is given."""
+        if kept is None and (not self.on or self.device.type == "cuda"):
             yield
             return
 
@@ -90,6 +92,8 @@ class Recorder:
             storage = t.untyped_storage()
             if storage._cdata not in skip:
                 self.hold(t, held)
+                if kept is not None:
+                    kept[storage._cdata] = storage
             return t
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
@@ -102,19 +106,29 @@ class Recorder:
         key = t.untyped_storage()._cdata
         if key not in held:
             held.append(key)
-            entry = self._saved.setdefault(key, [t.untyped_storage().nbytes(), 0])
-            entry[1] += 1
-            self._saved_bytes += entry[0] if entry[1] == 1 else 0
+            with self._lock:
+                entry = self._saved.setdefault(key, [t.untyped_storage().nbytes(), 0])
+                entry[1] += 1
+                self._saved_bytes += entry[0] if entry[1] == 1 else 0
+
+    def moved(self, keys: Iterable[int], *, here: bool) -> None:
+        """Storages that are counted have gone to the host, or come back."""
+        with self._lock:
+            for key in keys:
+                entry = self._saved.get(key)
+                if entry:
+                    self._saved_bytes += entry[0] if here else -entry[0]
 
     def drop(self, held: list[int]) -> None:
         """The holder is gone."""
-        for key in held:
-            entry = self._saved.get(key)
-            if entry:
-                entry[1] -= 1
-                if entry[1] == 0:
-                    self._saved_bytes -= entry[0]
-                    del self._saved[key]
+        with self._lock:
+            for key in held:
+                entry = self._saved.get(key)
+                if entry:
+                    entry[1] -= 1
+                    if entry[1] == 0:
+                        self._saved_bytes -= entry[0]
+                        del self._saved[key]
 
     def mark(self, what: str, state_bytes: int) -> None:
         """Bytes held now: CUDA's allocated memory, or on a CPU the state and saved activations that are counted."""

@@ -30,6 +30,7 @@ from mixfleet.run.balance import Rebalance, apart, rebalance, with_samples
 from mixfleet.run.checkpoint import Reader, Saving, State
 from mixfleet.run.collective import Fabric
 from mixfleet.run.crew import Crew
+from mixfleet.run.host import CoreWatch, foreign
 from mixfleet.run.huggingface import open_weights
 from mixfleet.run.interpreter import Interpreter, MicroBatch, StepResult
 from mixfleet.run.launch import Failure, Options, RankReport, TrainResult
@@ -348,6 +349,7 @@ def train_loop(rank: Rank, options: Options, tell: Tell, stop: Callable[[], bool
     stopping = False
     balanced: list[Rebalance] = []
     broken, timed = 0, -1
+    cores = CoreWatch()
     rank.recorder.timed = options.balance_every > 0
 
     def commit() -> None:
@@ -360,7 +362,7 @@ def train_loop(rank: Rank, options: Options, tell: Tell, stop: Callable[[], bool
         tell(rank.step)
     steps: Iterator[StepResult] = iter(())
     saved = rank.step
-    lag = rank.lag
+    lag, begun = rank.lag, rank.step
     start = time.perf_counter_ns()
     while True:
         if rank.step >= trace_from - lag and not rank.recorder.on:
@@ -400,6 +402,7 @@ def train_loop(rank: Rank, options: Options, tell: Tell, stop: Callable[[], bool
         timed += 1
         if timed == 0:  # the first step warms up, and tells nothing
             rank.recorder.busy_s()
+            cores = CoreWatch()
         if options.balance_every and rank.step % options.balance_every == 0 and timed > 0 and not stopping:
             change = rank.balance(timed, options.dead_band)
             timed = 0
@@ -420,8 +423,9 @@ def train_loop(rank: Rank, options: Options, tell: Tell, stop: Callable[[], bool
         start = end if lag else time.perf_counter_ns()
     rank.interpreter.finish()
     spans, memory = rank.recorder.stop()
+    uses = rank.gather(cores.use() if rank.step > begun + 1 else None)
     everything = rank.gather((spans, memory, rank.report(), rank.cluster.devices[rank.rank].name, bounds))
-    if everything is None:
+    if everything is None or uses is None:
         return None
     trace = None
     if bounds:
@@ -437,7 +441,7 @@ def train_loop(rank: Rank, options: Options, tell: Tell, stop: Callable[[], bool
             trace = within(trace)
     return TrainResult(step=rank.step, losses=tuple(losses), stopped=stopping, trace=trace,
                        checkpoint=str(checkpoint) if checkpoint else "", ranks=tuple(r for _, _, r, _, _ in everything),
-                       balanced=tuple(balanced))
+                       balanced=tuple(balanced), foreign=foreign(use for use in uses if use))
 
 
 def run(plan: Plan, job: Job, cluster: Cluster, source: Source, options: Options, process: int, tell: Tell,

@@ -75,7 +75,7 @@ def summary(search: Search, plan: Plan) -> str:
                 mine = _names(search, s.devices[:s.members * s.tensor])
                 what = f"{s.members} x {mine}{what[len(_names(search, s.ranks(0))):]} by {s.shares_text}"
             what += "" if s.recompute == "none" else f" {s.recompute_text} recompute"
-            what += f" {' and '.join(s.offload)} in host memory" if s.offload else ""
+            what += f" {' and '.join(s.away)} in host memory" if s.away else ""
             turn, before = turn + (what != before), what
             runs.setdefault((turn, what), [s.blocks[0]]).append(s.blocks[1])
         stages = " | ".join(f"{what} [{':'.join(map(str, cuts))}]" for (_, what), cuts in runs.items())

@@ -24,7 +24,7 @@ from mixfleet.search.bounds import bound_s, compute_bound_s
 from mixfleet.search.candidates import Candidates
 from mixfleet.search.improve import frugal, neighbours
 from mixfleet.search.miss import most_frugal
-from mixfleet.search.recompute import room_bytes, spared
+from mixfleet.search.recompute import ANYWHERE, HERE, can_park, room_bytes, spared
 from mixfleet.search.replicate import candidates
 from mixfleet.search.reschedule import reschedule
 from mixfleet.search.result import Objective, SearchResult
@@ -297,11 +297,16 @@ class Search:
                 plan = better
 
     def recompute(self) -> None:
-        """Recomputes only some blocks of the stages of the best plans, as few as memory allows."""
-        for _, _, plan in self.distinct()[:IMPROVED]:
+        """Recomputes only some blocks of the stages of the best plans, as few as memory allows; or keeps what they save
+        in host memory."""
+        best = self.distinct()[:IMPROVED]
+        away = [plan for _, _, plan in best if any(
+            stage.recompute != "none" and can_park(plan, p, s, self.cluster)
+            for p, pipe in enumerate(plan.pipelines) for s, stage in enumerate(pipe.stages))]
+        for plan, ways in [*((plan, HERE) for _, _, plan in best), *((plan, ANYWHERE) for plan in away)]:
             room = room_bytes(self.found[plan], self.cluster)
             for _ in range(TRIED):
-                other = spared(plan, room, self.job, self.cluster)
+                other = spared(plan, room, self.job, self.cluster, ways)
                 prediction = None if other == plan or self.late() else self.judge(other)
                 if prediction is None:
                     break

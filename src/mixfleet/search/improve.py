@@ -143,6 +143,6 @@ def _moved(pipeline: Pipeline, index: int, step: int) -> Pipeline | None:
         return None
     stages: list[Stage] = list(pipeline.stages)
     modes = a.modes | b.modes
-    stages[index] = a.replace(blocks=(a.blocks[0], edge)).with_modes(modes)
-    stages[index + 1] = b.replace(blocks=(edge, b.blocks[1])).with_modes(modes)
+    stages[index] = a.replace(blocks=(a.blocks[0], edge)).with_modes(modes, pipeline.away)
+    stages[index + 1] = b.replace(blocks=(edge, b.blocks[1])).with_modes(modes, pipeline.away)
     return pipeline.replace(stages=tuple(stages))

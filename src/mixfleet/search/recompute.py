@@ -1,19 +1,23 @@
-"""Which blocks to recompute: time against memory, block by block (as MONET trades them, arXiv 2603.15002).
+"""Which blocks to recompute and whose activations to keep in host memory: time against memory, block by block (as
+MONET trades them, arXiv 2603.15002).
 
-A set of blocks under recompute saves what they would keep and costs their forward once more. The sets that nothing
-else beats in both are found by dynamic programming over the blocks; which one a stage can afford, the simulator says.
+A set of blocks under recompute saves what they would keep and costs their forward once more; one in host memory costs
+what its copies take longer than the computing beside them. The choices that nothing else beats in both are found by
+dynamic programming over the blocks; which one a stage can afford, and what it takes, the simulator says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from mixfleet.cluster import Cluster
+from mixfleet.cluster import Cluster, Device
 from mixfleet.cost.clock import held_cost
-from mixfleet.cost.memory import allocator_factor, recompute_bytes, saved_bytes
+from mixfleet.cost.kernels import host_copy_s
+from mixfleet.cost.memory import allocator_factor, parked_bytes, recompute_bytes, saved_bytes
 from mixfleet.job import Job
-from mixfleet.plan import Plan, Stage
+from mixfleet.model.spec import Block, ExpertShare
+from mixfleet.plan import Plan, Recompute, Stage
 from mixfleet.schedule.named import SCHEDULES
 from mixfleet.schedule.properties import held_at_peak
 from mixfleet.search.tables import MODES
@@ -29,7 +33,7 @@ class Choice(NamedTuple):
     """One mode of one block."""
 
     time_ns: int
-    """What it recomputes for one micro-batch."""
+    """What it recomputes for one micro-batch, or waits for copies."""
     kept_bytes: int
     """Of all micro-batches in flight."""
     again_bytes: int
@@ -106,20 +110,36 @@ def room_bytes(now: Prediction, cluster: Cluster) -> Room:
     return room
 
 
-def spared(plan: Plan, room: Room, job: Job, cluster: Cluster) -> Plan:
-    """The plan with as little recompute, block by block, as the room allows."""
+Way = tuple[Recompute, bool]
+"""A mode of a block, and whether what it keeps lies in host memory."""
+HERE: tuple[Way, ...] = tuple((mode, False) for mode in MODES)
+ANYWHERE: tuple[Way, ...] = (*HERE, ("none", True), ("full", True))
+
+
+def spared(plan: Plan, room: Room, job: Job, cluster: Cluster, ways: tuple[Way, ...] = HERE) -> Plan:
+    """The plan with as little recompute, block by block, as the room allows; with `ANYWHERE`, or copies to the host."""
     if plan.schedule != "custom" and SCHEDULES[plan.schedule].ways > 1:
         return plan
     return plan.replace(pipelines=tuple(
-        pipe.replace(stages=tuple(_within(plan, p, s, room[p, s], job, cluster) for s in range(len(pipe.stages))))
+        pipe.replace(stages=tuple(_within(plan, p, s, room[p, s], job, cluster, ways)
+                                  for s in range(len(pipe.stages))))
         for p, pipe in enumerate(plan.pipelines)))
 
 
-def _within(plan: Plan, p: int, s: int, most_bytes: int, job: Job, cluster: Cluster) -> Stage:
-    """The stage with the modes of least time that keep at most `most_bytes`; as it is where nothing is to gain."""
+def can_park(plan: Plan, p: int, s: int, cluster: Cluster) -> bool:
+    """Whether a stage's devices have another memory to keep activations in, and a way there."""
+    return plan.synchronous and plan.schedule != "roundpipe" and all(
+        device.kind == "gpu" and device.pcie_Bps and cluster.nodes[cluster.node_of[rank]].host_memory_bytes
+        for rank in plan.pipelines[p].stages[s].devices for device in (cluster.devices[rank],))
+
+
+def _within(plan: Plan, p: int, s: int, most_bytes: int, job: Job, cluster: Cluster, ways: tuple[Way, ...]) -> Stage:
+    """The stage with the choices of least time that keep at most `most_bytes`; as it is where nothing is to gain."""
     stage, pipe = plan.pipelines[p].stages[s], plan.pipelines[p]
-    if stage.recompute == "none":
+    if stage.recompute == "none" and not stage.offload_blocks:
         return stage
+    if not can_park(plan, p, s, cluster):
+        ways = tuple(way for way in ways if not way[1])
     tokens = max(pipe.tokens(job.seq_len, copy) for copy in range(pipe.context))
     largest = max(pipe.sizes(s, j)[0] for j in range(stage.members))
     shape, context = (largest, tokens, stage.tensor), job.seq_len / tokens
@@ -131,13 +151,34 @@ def _within(plan: Plan, p: int, s: int, most_bytes: int, job: Job, cluster: Clus
         block = job.model.blocks[b]
         most = max((share for k in copies if (share := experts.share(block, k, stage.tensor, -1))),
                    key=lambda share: share.tokens / share.parts, default=None)
-        options.append([Choice(
-            max(round(held_cost(block, *shape, d, job, mode, context, most).recompute_s * NS_PER_S) for d in devices),
-            in_flight[b] * max(saved_bytes(block, *shape, d, job, mode, context, most) for d in devices),
-            max(recompute_bytes(block, *shape, d, job, mode, context, most) for d in devices)) for mode in MODES])
-    now_ns = sum(choices[MODES.index(mode)].time_ns for choices, mode in zip(options, stage.modes.values()))
+        options.append([_choice(block, shape, devices, job, way, context, most, in_flight[b], first=b == 0)
+                        for way in ways])
+    now = [(mode, b in stage.offload_blocks) for b, mode in stage.modes.items()]
+    now_ns = sum(choices[ways.index(way)].time_ns for choices, way in zip(options, now))
     fits = [point for point in frontier(options) if point.nbytes <= most_bytes and point.time_ns < now_ns]
-    return stage.with_modes({b: MODES[i] for b, i in zip(stage.held, fits[-1].chosen)}) if fits else stage
+    if not fits:
+        return stage
+    chosen = dict(zip(stage.held, [ways[i] for i in fits[-1].chosen]))
+    return stage.with_modes({b: mode for b, (mode, _) in chosen.items()},
+                            {b for b, (_, away) in chosen.items() if away})
+
+
+def _choice(block: Block, shape: tuple[int, int, int], devices: Iterable[Device], job: Job, way: Way, context: float,
+            experts: ExpertShare | None, in_flight: int, *, first: bool) -> Choice:
+    """What one way costs. Of what goes to the host one block and micro-batch at least is on the device at a time; how
+    many more are on their way, the simulator says."""
+    mode, away = way
+    time_ns = kept = again = 0
+    for d in devices:
+        cost = held_cost(block, *shape, d, job, mode, context, experts)
+        whole = saved_bytes(block, *shape, d, job, mode, context, experts)
+        goes = parked_bytes(block, *shape, d, job, mode, context, experts, first=first) if away else 0
+        copy_s = host_copy_s(goes, d)
+        waits = max(0.0, copy_s - cost.forward_s) + max(0.0, copy_s - cost.backward_s - cost.recompute_s)
+        time_ns = max(time_ns, round((cost.recompute_s + waits) * NS_PER_S))
+        kept = max(kept, in_flight * (whole - goes))
+        again = max(again, recompute_bytes(block, *shape, d, job, mode, context, experts) + goes)
+    return Choice(time_ns, kept, again)
 
 
 def _in_flight(plan: Plan, p: int, s: int) -> Iterator[tuple[int, int]]:

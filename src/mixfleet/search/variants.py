@@ -126,7 +126,7 @@ def _turned(pipe: Pipeline) -> Pipeline:
     modes = {b: mode for stage in pipe.stages for b, mode in stage.modes.items()}
     at, stages = 0, []
     for stage in reversed(pipe.stages):
-        stages.append(stage.replace(blocks=(at, at + stage.size)).with_modes(modes))
+        stages.append(stage.replace(blocks=(at, at + stage.size)).with_modes(modes, pipe.away))
         at += stage.size
     return pipe.replace(stages=tuple(stages))
 
@@ -143,8 +143,9 @@ def _cut(pipe: Pipeline, home: tuple[int, ...], rounds: int) -> Pipeline:
         ranges[s].append((at, at + n))
         at += n
     modes = {b: mode for stage in pipe.stages for b, mode in stage.modes.items()}
-    return pipe.replace(stages=tuple(stage.replace(blocks=r[0], more=tuple(r[1:]), order="").with_modes(modes)
-                                     for stage, r in zip(pipe.stages, ranges)))
+    return pipe.replace(stages=tuple(
+        stage.replace(blocks=r[0], more=tuple(r[1:]), order="").with_modes(modes, pipe.away)
+        for stage, r in zip(pipe.stages, ranges)))
 
 
 def compare(plan: Plan, names: list[str], job: Job, cluster: Cluster) -> dict[str, tuple[Plan, Prediction] | str]:

@@ -15,9 +15,12 @@ from mixfleet.program.action import (
     FREE_WEIGHTS,
     GATHER,
     KEEP,
+    LOAD_SAVED,
     LOAD_STATE,
     LOAD_WEIGHTS,
     NORM,
+    PARK_SAVED,
+    PASS_SAVED,
     PUBLISH,
     PULL,
     PUSH,
@@ -52,6 +55,7 @@ def hazards(actions: tuple[Action, ...], layout: Layout) -> list[tuple[int, ...]
     ready, moved = [-1] * count, [-1] * count  # last G, X or P; last R or Y
     stepped, loaded, saved = [-1] * count, [-1] * count, [-1] * count
     loads = any(a.op == LOAD_WEIGHTS for a in actions)
+    fetched: dict[tuple[int, int], int] = {}  # LA of each block and micro-batch
     received: dict[tuple[str, int, int], int] = {}
     made: dict[tuple[str, int, int], int] = {}
     waves: dict[tuple[str, int, int], int] = {}  # PU and Y of each wave
@@ -77,6 +81,8 @@ def hazards(actions: tuple[Action, ...], layout: Layout) -> list[tuple[int, ...]
                 before.update(moved[lo:hi], [moved[u] for u in extra])
                 if op != W:
                     before.add(received.get((RECV_GRAD, hi, mb), -1))
+                    if fetched:
+                        before.add(fetched.get((lo, mb), -1))
                 computed[lo:hi] = [i] * (hi - lo)
                 for u in extra:
                     computed[u] = i
@@ -93,6 +99,12 @@ def hazards(actions: tuple[Action, ...], layout: Layout) -> list[tuple[int, ...]
         elif op in (GATHER, RELEASE, LOAD_WEIGHTS, FREE_WEIGHTS):
             needs = (used[lo],)
             ready[lo] = i
+        elif op == PARK_SAVED:  # block by block, as all computing is then
+            needs = (made[F, hi, mb],)
+        elif op == LOAD_SAVED:
+            fetched[lo, mb] = i
+        elif op == PASS_SAVED:
+            needs = (made[B, lo, mb],)
         elif op == LOAD_STATE:
             loaded[lo] = i
         elif op == SAVE_WEIGHTS:

@@ -13,7 +13,7 @@ from mixfleet.batching import Batch, Micro
 from mixfleet.cluster import Cluster
 from mixfleet.cost.clock import held_cost
 from mixfleet.cost.kernels import accumulate_s, anticipate_s, copy_s, host_copy_s, optimizer_s
-from mixfleet.cost.memory import state_bytes
+from mixfleet.cost.memory import parked_bytes, state_bytes
 from mixfleet.cost.network import Loads, Ports, collective_s, cpu_costs
 from mixfleet.job import Job
 from mixfleet.model.spec import Block, TensorComm
@@ -24,9 +24,11 @@ from mixfleet.program.action import (
     DROP,
     GATHER,
     KEEP,
+    LOAD_SAVED,
     LOAD_STATE,
     LOAD_WEIGHTS,
     NORM,
+    PARK_SAVED,
     PUBLISH,
     PULL,
     PUSH,
@@ -61,6 +63,8 @@ from mixfleet.sim.hazards import hazards
 from mixfleet.sim.traffic import Entity, Kind, Traffic, tensor_bytes
 from mixfleet.units import NS_PER_S
 
+_SHAPED = (F, B, I, W, PARK_SAVED, LOAD_SAVED)
+"""Actions whose work is that of a micro-batch."""
 NORM_BYTES = 16
 """What the norm exchanges per rank: a sum of squares and a count of valid tokens, both fp64."""
 _SENDER = {SEND_ACT: SEND_ACT, RECV_ACT: SEND_ACT, SEND_GRAD: SEND_GRAD, RECV_GRAD: SEND_GRAD,
@@ -72,6 +76,8 @@ CATEGORY = {SEND_ACT: "send", SEND_GRAD: "send", RECV_ACT: "recv", RECV_GRAD: "r
 """Of the actions that communicate. The norm counts as part of the optimizer step, as where it is measured."""
 HOST = {LOAD_WEIGHTS: "load", LOAD_STATE: "load", SAVE_WEIGHTS: "save", SAVE_STATE: "save"}
 """Category of the actions that move state between a device and its host."""
+PARKS = {PARK_SAVED: "save", LOAD_SAVED: "load"}
+"""Of those that move saved activations."""
 
 
 def host_bytes(layout: Layout, job: Job, unit: int, post: int, op: str) -> int:
@@ -233,13 +239,14 @@ class _Player:
             if (NORM,) not in self._shared:
                 self._shared[NORM,] = self._graph.add(self._pricing.norm_ns)
             return (), [self._shared[NORM,]]
-        micro = self._batch.micro[entity.replica][action.mb] if self._batch and op in (F, B, I, W) else None
+        micro = self._batch.micro[entity.replica][action.mb] if self._batch and op in _SHAPED else None
         mine = self._parts[entity.pipeline, entity.stage, entity.member]
         parts = self._pricing.parts(e, action, mine[action.mb] if action.mb >= 0 else 0, micro)
         ns = sum(part.ns for part in parts)
         if stream_of(action)[0] == "compute":
             return parts, [self._graph.add(*self._flows.computing(e, ns))]
-        return parts, [self._graph.add(*self._flows.host(e, ns, self._pricing.moved(e, action)))]
+        nbytes = self._pricing.moved(e, action, mine[action.mb] if action.mb >= 0 else 0, micro)
+        return parts, [self._graph.add(*self._flows.host(e, ns, nbytes))]
 
     def _transfer(self, instance: int, which: tuple[int, ...], size: int = 1, whole: int = 1) -> int:
         """The task of a transfer, made by the first of those who meet in it."""
@@ -561,7 +568,7 @@ class Pricing:
     def parts(self, e: int, action: Action, micro_batch: int, micro: Micro | None = None) -> tuple[Part, ...]:
         """What a compute action is made of, in order; `micro_batch` are the samples that the entity has of it, of
         `seq_len` or as `micro` says."""
-        if action.op in (F, B, I, W, AHEAD):
+        if action.op in (F, B, I, W, AHEAD) or action.op in PARKS:
             if not micro_batch:
                 return ()
             key: tuple[object, ...] = (self.kind(e), action.op, action.lo, action.hi, micro_batch if micro is None else
@@ -578,6 +585,7 @@ class Pricing:
             first = self._alike[action.lo]
             made = (self._step(e, first) if action.op == STEP else self._wave(e, action.op, first)
                     if action.op in (PUSH, PULL) else self._copy(e, action.op, first) if action.op in HOST
+                    else self._park(e, action, micro_batch, micro) if action.op in PARKS
                     else self._blocks(e, action, micro_batch, micro) if action.op in (F, B, I, W, AHEAD)
                     else self._version(e, action))
             self._known[key] = tuple(Part(c, ns) for c, s in made if (ns := round(s * NS_PER_S)))
@@ -651,8 +659,24 @@ class Pricing:
         sizes = [host_bytes(self._layout, self._job, unit, post, op) for post in entity.posts]
         return [(HOST[op], max(host_copy_s(n, self._cluster.devices[r]) for r, n in zip(entity.ranks, sizes)))]
 
-    def moved(self, e: int, action: Action) -> int:
+    def _parked(self, e: int, action: Action, micro_batch: int, micro: Micro | None) -> dict[int, int]:
+        """By rank, the bytes of what a block saves of a micro-batch and the host can keep."""
+        entity, stage, job, b = self._entities[e], self._stage(e), self._job, action.lo
+        tokens, context = self._tokens[e], job.seq_len / self._tokens[e]
+        if micro is not None:
+            micro_batch, tokens, context = len(micro.rows), micro.width, 1.0
+        share = self._experts.share(job.model.blocks[b], entity.replica, len(entity.ranks), action.mb)
+        return {r: parked_bytes(job.model.blocks[b], micro_batch, tokens, len(entity.ranks), self._cluster.devices[r],
+                                job, stage.modes[b], context, share, first=b == 0) for r in entity.ranks}
+
+    def _park(self, e: int, action: Action, micro_batch: int, micro: Micro | None) -> list[tuple[str, float]]:
+        found = self._parked(e, action, micro_batch, micro)
+        return [(PARKS[action.op], max(host_copy_s(n, self._cluster.devices[r]) for r, n in found.items()))]
+
+    def moved(self, e: int, action: Action, micro_batch: int, micro: Micro | None) -> int:
         """Bytes that a copy between the devices of an entity and their host moves."""
+        if action.op in PARKS and micro_batch:
+            return sum(self._parked(e, action, micro_batch, micro).values())
         if action.op not in HOST:
             return 0
         return sum(host_bytes(self._layout, self._job, self._alike[action.lo], post, action.op)

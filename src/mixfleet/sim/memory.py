@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from itertools import accumulate
 from typing import NamedTuple
 
 from mixfleet.cluster import Cluster, Device
@@ -18,6 +19,7 @@ from mixfleet.cost.memory import (
     boundary_bytes,
     framework_bytes,
     optimizer_temporary_bytes,
+    parked_bytes,
     recompute_bytes,
     saved_bytes,
     state_bytes,
@@ -34,8 +36,10 @@ from mixfleet.program.action import (
     GATHER,
     JOINT,
     KEEP,
+    LOAD_SAVED,
     LOAD_STATE,
     LOAD_WEIGHTS,
+    PARK_SAVED,
     PULL,
     PUSH,
     RECV_ACT,
@@ -61,10 +65,10 @@ from mixfleet.sim.traffic import alike
 
 HOLDS = ("weights", "gradients", "master", "moments", "activations", "messages", "gathered weights",
          "gradient buffers", "recomputed", "workspace", "optimizer temporaries", "loaded state", "offloaded state",
-         "weight versions")
+         "weight versions", "offloaded activations")
 """What tensors are held for. A breakdown has besides `framework` and `allocator`."""
 _WEIGHTS, _GRADIENTS, _MASTER, _MOMENTS, _SAVED, _MESSAGES, _GATHERED = range(7)
-_BUFFERS, _AGAIN, _WORK, _OPTIMIZER, _LOADED, _AWAY, _VERSIONS = range(7, 14)
+_BUFFERS, _AGAIN, _WORK, _OPTIMIZER, _LOADED, _AWAY, _VERSIONS, _PARKED = range(7, 15)
 
 
 class Peak(NamedTuple):
@@ -84,6 +88,8 @@ class Memory(NamedTuple):
     fresh: Peak
     marks: list[tuple[int, int, int]]
     """(ns, bytes, index of the action that begins or ends, -1 for none) in order of time, one per instant."""
+    parked: int = 0
+    """The most bytes of activations that lie in host memory at a time."""
 
 
 class Static(NamedTuple):
@@ -160,9 +166,12 @@ def follow(row: Row, rank: int, plan: Plan, job: Job, cluster: Cluster, layout: 
     events = sorted(event for seat, post in enumerate(posts)
                     for event in _Walk(row, seat, post, plan, job, device, layout).events())
     state = Static(*map(sum, zip(*(static(layout, job, post) for post in posts))))
+    parked = max(accumulate((nbytes for _, nbytes, what, _ in events if what == _PARKED), initial=0))
     if device.kind == "cpu":  # what is offloaded stays in the same memory
         events = [(0, sum(offloaded(layout, job, post) for post in posts), _AWAY, -1), *events]
-    return _peaks(events, state, row, allocator_factor(device), framework_bytes(device, groups))
+    elif parked:
+        events = [event for event in events if event[2] != _PARKED]
+    return _peaks(events, state, row, allocator_factor(device), framework_bytes(device, groups))._replace(parked=parked)
 
 
 Event = tuple[int, int, int, int]
@@ -246,6 +255,13 @@ class _Walk:
             self._known[key] = (saved, work, again)
         return self._known[key]
 
+    def _park(self, action: Action, micro_batch: int) -> int:
+        """Bytes that the host keeps of a block and micro-batch."""
+        block, b = self._job.model.blocks[action.lo], action.lo
+        share = self._experts.share(block, self._entity.replica, self._stage.tensor, action.mb)
+        return parked_bytes(block, micro_batch, self._tokens, self._stage.tensor, self._device, self._job,
+                            self._modes[b], self._job.seq_len / self._tokens, share, first=b == 0)
+
     def _boundary(self, block: int, micro_batch: int) -> int:
         """Bytes of the output of a block, in the shards of this stage."""
         job = self._job
@@ -313,6 +329,10 @@ class _Walk:
                 if (SEND_GRAD, action.lo) in sent and op != W and sizes[mb]:
                     waiting[SEND_GRAD, action.lo, mb] = nbytes = self._boundary(action.lo - 1, sizes[mb])
                     add((end, nbytes, _MESSAGES, i))
+            elif op in (PARK_SAVED, LOAD_SAVED):
+                nbytes = self._park(action, sizes[mb])
+                add((start, nbytes, _PARKED if op == PARK_SAVED else _SAVED, i))
+                add((end, -nbytes, _SAVED if op == PARK_SAVED else _PARKED, i))
             elif op == AHEAD:
                 # One block after another: what is made and, inside a block, what a forward needs at a time.
                 work = max(saved + work for b in range(action.lo, action.hi) for saved, work, _ in (

@@ -65,7 +65,7 @@ class DeviceUse(Spec, frozen=True, kw_only=True):
     more: tuple[tuple[int, int], ...] = ()
     """Where else it stands: (pipeline, stage)."""
     host_bytes: int = 0
-    """What it keeps in the memory of its node instead (`Stage.offload`)."""
+    """What it keeps in the memory of its node instead (`Stage.offload`, `Stage.offload_blocks`), at most."""
 
     @property
     def lacks_bytes(self) -> int:
@@ -321,6 +321,7 @@ def _phase(action: Action | None) -> str:
         return f"{'forward' if action.op == F else 'backward'} of micro-batch {action.mb}, {blocks}"
     what = {"RA": "receiving activations", "RG": "receiving gradients", "G": "gathering weights",
             "S": "the optimizer step", "R": "reducing gradients",
+            "LA": "bringing activations back from the host", "EA": "moving activations to the host",
             "K": "keeping a version of the weights", "A": "predicting weights"}.get(action.op, str(action))
     return f"{what}, {blocks}"
 
@@ -352,7 +353,8 @@ def _devices(played: Played, memories: dict[tuple[int, int], Memory], job: Job, 
                     peak_bytes=used[device].total_bytes, phase=_phase(used[device].action),
                     peak_s=used[device].time_ns / NS_PER_S, breakdown=used[device].breakdown,
                     more=tuple((seat.pipeline, seat.stage) for seat in row.seats[1:]),
-                    host_bytes=sum(offloaded(layout, job, post) for post in layout.posts_of(rank))))
+                    host_bytes=answers[device].parked + sum(offloaded(layout, job, post)
+                                                            for post in layout.posts_of(rank))))
     return tuple(sorted(found, key=lambda d: d.rank))
 
 
