@@ -41,7 +41,7 @@ LAYOUTS: dict[str, Layout] = {
     "embedding": Layout("stream", ("tokens", "dim", "vocab"), {"tokens": "rows", "dim": "cols"},
                         {"n_in": 1, "n_out": 1}),
 }
-UNKNOWN = {"linear attention": ("num_k_heads", "chunk_size"), "operators by name": ("shape",),
+UNKNOWN = {"linear attention": ("num_k_heads", "chunk_size"), "operators by name": ("op", "shape"),
            "operators of whole models": ("in_shapes",), "collectives": ("ranks", "bytes")}
 """Kernel files that have no demand model, by columns of theirs."""
 
@@ -64,7 +64,8 @@ class Table(NamedTuple):
 
 
 def read(path: Path, *, optional: bool = False) -> Table | None:
-    """A file's rows. InputError names missing columns; None for a kind without a model, if `optional`."""
+    """A file's rows. InputError names missing columns; none of them, or None if `optional`, for a kind without a model.
+    """
     import pandas
 
     try:
@@ -76,8 +77,8 @@ def read(path: Path, *, optional: bool = False) -> Table | None:
         if have.issuperset(marks):
             if optional:
                 return None
-            raise InputError(f"this is a file of {what}; kernels that can be predicted are {', '.join(LAYOUTS)}",
-                             where=str(path))
+            return Table("", {}, {}, np.zeros(0), np.zeros(0, np.intp), {
+                f"{what}; kernels that can be predicted are {', '.join(LAYOUTS)}": len(frame)})
     found = [x for x in LAYOUTS.values() if have.issuperset(x.marks)]
     if not found and path.stem in LAYOUTS:
         found = [LAYOUTS[path.stem]]
@@ -103,6 +104,11 @@ def read(path: Path, *, optional: bool = False) -> Table | None:
         column = frame[name].fillna(text) if name in frame.columns else pandas.Series(text, index=frame.index)
         columns[name] = column.astype(str).to_numpy(object)
     time = pandas.to_numeric(frame["time_us"], errors="coerce").to_numpy(float) * US
+    if layout.kind == "stream" and "direction" in frame.columns:
+        # a backward also reads the gradient of what was written, and writes that of what was read
+        back = frame["direction"].astype(str).to_numpy(object) == "bwd"
+        read, written = columns["n_in"], columns["n_out"]
+        columns |= {"n_in": np.where(back, read + written, read), "n_out": np.where(back, read, written)}
     if "kv_decode" in columns:
         columns["kv_decode"] = np.maximum(columns["kv_decode"], 0)
     devices: dict[str, Device] = {}

@@ -105,10 +105,18 @@ Progress = Callable[[str], None]
 """Told how far a long validation is."""
 
 
-def validate(path: Path, progress: Progress = lambda line: None) -> Result:
-    """Predict every row that can be. InputError names the file and what it lacks."""
+def validate(path: Path, progress: Progress = lambda line: None, *, sample: int = 0) -> Result:
+    """Predict every row that can be. InputError names the file and what it lacks.
+
+    With `sample`, so many rows of a file of kernel times, drawn with a fixed seed; InputError for other files.
+    """
     columns = _columns(path)
-    return next((r.validate for r in READERS if r.matches(columns)), kernels)(path, progress)
+    read_it = next((r.validate for r in READERS if r.matches(columns)), kernels)
+    if not sample:
+        return read_it(path, progress)
+    if read_it is not kernels:
+        raise InputError("--sample is for files of kernel times; this file is predicted as a whole", where=str(path))
+    return kernels(path, progress, sample)
 
 
 def _columns(path: Path) -> frozenset[str]:
@@ -126,17 +134,30 @@ def _columns(path: Path) -> frozenset[str]:
         raise InputError(f"not a table: {error}; give a .parquet, .csv or .csv.gz file", where=str(path)) from None
 
 
-def kernels(path: Path, progress: Progress) -> Result:
+AT_ONCE = 500_000
+"""Rows between two lines of progress."""
+
+
+def kernels(path: Path, progress: Progress, sample: int = 0) -> Result:
     """A file of kernel times in the format of the measured data."""
     table = read(path)
     assert table is not None
-    if not len(table.time_s):
-        return result(path, [], table.skipped)
-    times = query.predict(table.kind, table.columns, table.devices, emulate=True)
-    what = [f"{op} {dtype}" for op, dtype in zip(table.columns["op"], table.columns["dtype"])]
-    rows = [Row(*row) for row in zip(table.where.tolist(), table.columns["source"], table.columns["gpu"], what,
-                                     table.time_s.tolist(), times.time_s.tolist(), times.low_s.tolist(),
-                                     times.high_s.tolist(), times.ceiling_s.tolist(), times.binds)]
+    at = np.arange(len(table.time_s))
+    if 0 < sample < len(at):
+        table.skipped[f"not drawn: --sample {sample}"] = len(at) - sample
+        at = np.sort(np.random.default_rng(0).permutation(at)[:sample])
+    rows = list[Row]()
+    names: dict[tuple[str, str], str] = {}
+    for start in range(0, len(at), AT_ONCE):
+        part = at[start:start + AT_ONCE]
+        columns = {name: values[part] for name, values in table.columns.items()}
+        times = query.predict(table.kind, columns, table.devices, emulate=True)
+        what = [names.setdefault(pair, " ".join(pair)) for pair in zip(columns["op"], columns["dtype"])]
+        rows += [Row(*row) for row in zip(table.where[part].tolist(), columns["source"], columns["gpu"], what,
+                                          table.time_s[part].tolist(), times.time_s.tolist(), times.low_s.tolist(),
+                                          times.high_s.tolist(), times.ceiling_s.tolist(), times.binds)]
+        if len(at) > AT_ONCE:
+            progress(f"{len(rows):,} of {len(at):,} kernels predicted")
     return result(path, rows, table.skipped)
 
 
@@ -226,8 +247,15 @@ def _inference(path: Path, progress: Progress) -> Result:
     return inference.validate(path)
 
 
+def _operators(path: Path, progress: Progress) -> Result:
+    from mixfleet.calibrate import operators
+
+    return operators.validate(path)
+
+
 READERS: list[Reader] = [Reader(lambda columns: columns.issuperset(("id", "metric", "value")), _published),
                          Reader(lambda columns: columns.issuperset(("ranks", "bytes", "time_us")), _collectives),
                          Reader(lambda columns: columns.issuperset(("prefill_ms", "decode_step_ms")), _inference),
+                         Reader(lambda columns: columns.issuperset(("in_shapes", "out_shape", "fw_us")), _operators),
                          Reader(lambda columns: columns.issuperset(COMMON), kernels)]
 """First match wins; modules of other kinds append theirs."""

@@ -11,15 +11,17 @@ from mixfleet.cli._common import EXISTING, WRITABLE, emit, emit_json, json_optio
 
 @click.command()
 @click.argument("file", type=EXISTING)
+@click.option("--sample", type=click.IntRange(min=1), metavar="N",
+              help="Predict N rows only, drawn with a fixed seed (files of kernel times).")
 @click.option("--rows", type=WRITABLE, help="Write each predicted row as CSV.")
 @click.option("--plot", type=WRITABLE, help="Write predicted against measured as SVG.")
 @json_option
-def validate(file: Path, rows: Path | None, plot: Path | None, as_json: bool) -> None:
+def validate(file: Path, sample: int | None, rows: Path | None, plot: Path | None, as_json: bool) -> None:
     """Predict every row of FILE (measured kernels, published results) and state the errors by source and device."""
     from mixfleet.calibrate import validate as engine
     from mixfleet.report.views import Table, View
 
-    found = engine.validate(file, progress)
+    found = engine.validate(file, progress, sample=sample or 0)
     if rows:
         engine.write_rows(found, rows)
         progress(f"wrote {rows}")
