@@ -1,11 +1,12 @@
 """Errors of the kernel cost model: rows held out, devices left out, sources left out, and k measurements given.
 
-    python benchmarks/kernel_accuracy.py DIR [--group gemm.16bit] [--rows 20000] [--trees 130] [--folds 4]
+    python benchmarks/kernel_accuracy.py DIR [--group gemm.16bit] [--rows 20000] [--trees 130] [--folds 4] [--what gpu]
 
 DIR is a folder of measured kernel files (`gemm.parquet`, ...). Prints lines of text per group, and at last a Markdown
-table of what measurements of a device left out achieve. Every fold is a fit of its own, with the factors of the device
-left out taken from its relatives. Measurements are drawn at random, or designed: chosen among 500 random rows by their
-shapes, before any of them is measured.
+table of what measurements of a device left out achieve; "one factor" is the error once the device's constant factor,
+the median of its errors, is divided out. Every fold is a fit of its own, with the factors of the device left out taken
+from its relatives. Measurements are drawn at random, or designed: chosen among 500 random rows by their shapes, before
+any of them is measured.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=20_000)
     parser.add_argument("--trees", type=int, default=130)
     parser.add_argument("--folds", type=int, default=4, help="fits among which devices, and sources, are dealt")
+    parser.add_argument("--what", choices=("gpu", "source"), action="append", help="what to leave out (both)")
     args = parser.parse_args()
     settings = {"trees": args.trees}
     table = []
@@ -37,15 +39,18 @@ def main() -> None:
         test = fit.held_out(sample)
         known = fit.score("rows", sample.take(test), name, *fit.fit_group(sample.take(~test), **settings))
         print(f"{name}: {sample.rows} rows; held out: mean {known.mean:.1%}, median {known.median:.1%}", flush=True)
-        for column, what in (("gpu", "device"), ("source", "source")):
+        for column in args.what or ("gpu", "source"):
+            what = {"gpu": "device"}.get(column, column)
             scores, after = [], list[list[float]]()
             for scored, rest, fitted in fit.left_out(column, name, sample, args.folds, LEAST, **settings):
                 scores.append(scored)
                 text = f"  without {what} {scored.left_out}: mean {scored.mean:.1%}, median {scored.median:.1%}, " \
                        f"bias {scored.bias:+.1%}"
+                factor = float(np.median(np.abs(np.exp(np.median(scored.errors) - scored.errors) - 1)))
+                text += f"; without its factor {factor:.1%}"
                 found = given(rest, name, fitted) if column == "gpu" else []
                 if found:
-                    after.append([scored.median, *found])
+                    after.append([scored.median, factor, *found])
                     text += "".join(f"; given {k}: {m:.1%}" for k, m in zip(NAMES, found))
                 print(text, flush=True)
             if scores:
@@ -54,7 +59,8 @@ def main() -> None:
                       flush=True)
             if after:
                 table.append((name, np.array(after)))
-    print("\n| group | devices |", " | ".join(("none", *NAMES)), "|\n| --- | --: |", "--: | " * (len(NAMES) + 1))
+    print("\n| group | devices |", " | ".join(("none", "one factor", *NAMES)), "|\n| --- | --: |",
+          "--: | " * (len(NAMES) + 2))
     for name, errors in table:
         cells = [f"{mean:.1%}, {middle:.1%}" for mean, middle in zip(errors.mean(0), np.median(errors, 0))]
         print(f"| {name} | {len(errors)} |", " | ".join(cells), "|")

@@ -124,6 +124,16 @@ def test_3x3_convolutions_may_use_fewer_products():
         assert d.more["tiled_s"][0] == d.more["direct_s"][0]
 
 
+def test_padding_of_a_convolutions_tiles():
+    """21 output columns in tiles of 4 are 24; 30 filters in tiles of 32; 3 * 20 * 21 pixels in tiles of 128 are 1280."""
+    d = demand.conv(on(), 3, 5, 20, 21, 30, 3, 3, pad=1, pad_w=1)
+    assert d.more["padded.width4"][0] == pytest.approx(24 / 21 - 1)
+    assert d.more["padded.filters32"][0] == pytest.approx(32 / 30 - 1)
+    assert d.more["padded.channels4"][0] == pytest.approx(8 / 5 - 1)
+    assert d.more["padded.pixels128"][0] == pytest.approx(1280 / 1260 - 1)
+    assert d.more["padded.patches32"][0] == pytest.approx(352 / 330 - 1)  # 3 * 10 * 11 patches of 2 x 2
+
+
 def test_ceiling_names_the_slowest_pipeline():
     wide, thin = demand.gemm(on(), 4096, 4096, 4096), demand.gemm(on(), 1, 4096, 4096)
     assert wide.binds(on())[0] == TENSOR

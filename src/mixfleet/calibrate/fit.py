@@ -30,6 +30,8 @@ TREES, DEPTH, RATE, BORDERS = 300, 8, 0.35, 64
 MORE_TREES = {"gemm.16bit": 700, "gemm.fp32": 700, "attention.context": 500, "attention.decode": 450,
               "moe.16bit": 400, "moe.quantized": 400, "conv": 450}
 """Of groups whose held-out error still falls with more of them."""
+SLOWER = {"conv": (7, 0.2)}
+"""Depth and rate of groups with few rows, chosen among four pairs on folds of the rows that are not held out."""
 FOLD_ROWS, FOLD_TREES, FOLD_DEPTH, FOLDS = 12_000, 60, 6, 4
 FOLD_LEAST = 60
 """Smaller fits, for the errors on devices left out that have enough rows."""
@@ -159,7 +161,7 @@ def factors(sample: Sample) -> dict[str, Factors]:
     return found
 
 
-def fit_group(sample: Sample, *, trees: int = TREES, depth: int = DEPTH,
+def fit_group(sample: Sample, *, trees: int = TREES, depth: int = DEPTH, rate: float = RATE,
               words: Sequence[str] = ()) -> tuple[Group, Forest, dict[str, Relatives]]:
     """Coefficients of one group from all rows given; the intervals are still to be set (`with_intervals`).
 
@@ -169,7 +171,7 @@ def fit_group(sample: Sample, *, trees: int = TREES, depth: int = DEPTH,
     measured = factors(sample)
     relatives = {name: Relatives.of(sample.devices[name]) for name in measured}
     x = query.inputs(sample.kind, sample.columns, sample.devices, measured, words, emulate=True)
-    forest = grow(x.features, np.log(sample.time_s / x.bound_s), trees=trees, depth=depth)
+    forest = grow(x.features, np.log(sample.time_s / x.bound_s), trees=trees, depth=depth, rate=rate)
     shape = [np.log(np.maximum(sample.columns[s].astype(float), 1)) for s in query.KINDS[sample.kind].size]
     ranges = [np.log(x.bound_s), *shape]
     keys = np.array([f"{s} {b}" for s, b in zip(sample.columns["source"], sample.columns["backend"])])
@@ -323,25 +325,27 @@ def evenly(sample: Sample) -> Array:
     return np.asarray(1 / np.sqrt(np.bincount(code)[code]))
 
 
-def fit(folder: Path, *, rows: int = ROWS, trees: int = 0, depth: int = DEPTH, folds: int = FOLDS,
+def fit(folder: Path, *, rows: int = ROWS, trees: int = 0, depth: int = 0, folds: int = FOLDS,
         groups: Sequence[str] = (), report: Callable[[str], None] = lambda text: None) -> Layer:
     """All groups from the kernel files in `folder`. InputError names a file and the columns that it lacks.
 
-    `trees` replaces the number of each group's. All devices are left out once, in `folds` smaller fits per group, to
+    `trees` and `depth` replace each group's. All devices are left out once, in `folds` smaller fits per group, to
     state the intervals of unseen devices.
     """
     layer = Layer({}, {}, {}, {})
     for name, sample in samples(folder, rows, groups).items():
         report(f"{name}: {sample.rows} rows of {len(set(sample.columns['gpu']))} devices")
-        add(layer, name, sample, trees=trees or MORE_TREES.get(name, TREES), depth=depth, folds=folds, report=report)
+        deep, rate = SLOWER.get(name, (DEPTH, RATE))
+        add(layer, name, sample, trees=trees or MORE_TREES.get(name, TREES), depth=depth or deep, rate=rate, folds=folds,
+            report=report)
     return layer
 
 
-def add(layer: Layer, name: str, sample: Sample, *, trees: int, depth: int, folds: int,
+def add(layer: Layer, name: str, sample: Sample, *, trees: int, depth: int, folds: int, rate: float = RATE,
         report: Callable[[str], None]) -> None:
     """One more group of the layer."""
     test = held_out(sample)
-    group, forest, relatives = fit_group(sample.take(~test), trees=trees, depth=depth)
+    group, forest, relatives = fit_group(sample.take(~test), trees=trees, depth=depth, rate=rate)
     rest = sample.take(test)
     known, weight = score("rows", rest, name, group, forest, relatives), evenly(rest)
     small = sample.take(np.sort(np.random.default_rng(2).permutation(sample.rows)[:FOLD_ROWS]))

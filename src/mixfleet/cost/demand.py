@@ -137,7 +137,8 @@ class Demand(NamedTuple):
     chain: Array
     """Steps of the longest loop whose iterations wait for one another."""
     more: dict[str, Array]
-    """What else the learned layer looks at; never falls when the kernel gets more work, 0 where it does not apply."""
+    """What else the learned layer looks at; but for paddings, never falls when the kernel gets more work; 0 where it
+    does not apply."""
 
     def total_s(self, m: Machine) -> Array:
         """[rows, 6]: seconds of each pipeline if every SM is equally loaded."""
@@ -367,6 +368,12 @@ def stream(mach: Machine, rows: Any, cols: Any, n_in: Any = 1, n_out: Any = 1, *
                   np.where(reduces > 0, np.ceil(cols / 1024), 1), more)
 
 
+PADDED = {"channels": (4, 8, 32), "filters": (16, 32, 64, 128), "width": (2, 4), "pixels": (32, 64, 128),
+          "patches": (32,)}
+"""Edges of the tiles that cuDNN's algorithms cut a convolution into. How much of the tiles is padding decides between
+them, whatever the device: without it, errors of one shape on four GPUs went together (correlation 0.5 to 0.7)."""
+
+
 def conv(mach: Machine, n: Any, c_in: Any, h: Any, w: Any, c_out: Any, r: Any, s: Any, *, stride: Any = 1,
          stride_w: Any = 1, pad: Any = 0, pad_w: Any = 0, dil: Any = 1, dil_w: Any = 1, groups: Any = 1,
          element: Any = 4, backward: Any = 0) -> Demand:
@@ -390,6 +397,10 @@ def conv(mach: Machine, n: Any, c_in: Any, h: Any, w: Any, c_out: Any, r: Any, s
     winograd = _product(mach, {t: 16 * groups * np.ceil(patches / t[0]) * np.ceil(per_out / t[1]) for t in TILES},
                         per_in, element, element)[5] + 16 * patches * (c_in + c_out) * element / mach.rates[:, L2]
     more = {key: value for key, value in d.more.items() if key.startswith("tile") or key == "misaligned"}
+    for name, size in (("channels", per_in), ("filters", per_out), ("width", wo), ("pixels", pixels),
+                       ("patches", patches)):
+        for edge in PADDED[name]:
+            more[f"padded.{name}{edge}"] = np.ceil(size / edge) * edge / size - 1
     more["tiled_s"] = np.where(fits, np.minimum(d.more["tiled_s"], winograd), d.more["tiled_s"])
     more |= {"direct_s": d.more["tiled_s"], "winograd_s": np.where(fits, winograd, 0),
              "lowered_s": element * pixels * c_in * window / mach.rates[:, DRAM],
