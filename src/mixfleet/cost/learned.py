@@ -37,7 +37,7 @@ FALLBACK_RANGE = (0.6, 2.0)
 """Low and high time there, as factors."""
 MARGIN = 1.5
 """How far outside the fitted range of log(bound) and log(shape) still counts as inside: a factor of 4.5."""
-FEW_ROWS = 64
+FEW_ROWS, FEW_BORDERS = 64, 4
 BLOCK_ROWS = 16384
 """Rows evaluated together, so that the columns in use stay in cache."""
 _TINY_S = 1e-12
@@ -178,8 +178,7 @@ class Forest(NamedTuple):
         out = np.empty(len(x))
         for at in range(0, len(x), BLOCK_ROWS):
             part = x[at:at + BLOCK_ROWS]
-            used = {int(f): np.searchsorted(self.borders[f], part[:, f]).astype(np.uint8)
-                    for f in np.unique(self.feature)}
+            used = {int(f): _bins(self.borders[f], part[:, f]) for f in np.unique(self.feature)}
             total, value = np.full(len(part), self.bias, np.float32), np.empty(len(part), np.float32)
             answer, leaf, index = np.empty(len(part), bool), np.empty(len(part), np.uint8), np.empty(len(part), np.intp)
             bit = answer.view(np.uint8)
@@ -194,6 +193,18 @@ class Forest(NamedTuple):
                 np.add(total, value, out=total)
             out[at:at + BLOCK_ROWS] = total
         return out
+
+
+def _bins(borders: NDArray[np.float32], values: NDArray[np.float32]) -> NDArray[np.uint8]:
+    """[rows]: the number of borders below each value; words are the same for many kernels, and have one border."""
+    if len(borders) < FEW_BORDERS:
+        bins = np.zeros(len(values), np.uint8)
+        for border in borders:
+            bins += values > border
+        return bins
+    if values[0] == values[-1] and (values == values[0]).all():
+        return np.full(len(values), np.searchsorted(borders, values[0]), np.uint8)
+    return np.searchsorted(borders, values).astype(np.uint8)
 
 
 class Inputs(NamedTuple):

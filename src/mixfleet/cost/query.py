@@ -165,14 +165,19 @@ def inputs(kind: str, columns: Columns, devices: Mapping[str, Device], factors: 
     themselves = [devices[row["gpu"]] for row in table]
     of = [learned.reference(d) for d in themselves]
     types = [type_named(row["dtype"]) for row in table]
-    actual, machine = (demand.machine(ds, [rate(d, row["dtype"], emulate=emulate) for d, row in zip(ds, table)], which)
-                       for ds in (themselves, of))
+    varied = [d is not r for d, r in zip(themselves, of)]
+
+    def nominal(ds: Sequence[Device]) -> Machine:
+        return demand.machine(ds, [rate(d, row["dtype"], emulate=emulate) for d, row in zip(ds, table)], which)
+
+    known = nominal(of)
+    actual = nominal(themselves) if any(varied) else known
     mine = [factors[d.name] for d in themselves]
     chip = np.array([learned.chip_of(f, t.rate) for f, t in zip(mine, types)])[which]
     dram = np.array([f.dram for f in mine])[which]
     floor_s = np.array([learned.floor_of(f, row["source"], row["backend"], row["dtype"])
                         for f, row in zip(mine, table)])[which]
-    machine = machine.scaled(chip, dram)
+    machine = known.scaled(chip, dram)
     derived = {name: np.array([function(row["op"], row.get(name.rsplit("_", 1)[0], "")) if not name.startswith("kv")
                                else function(row["op"], row.get("kv_dtype", "")) for row in table], float)[which]
                for name, function in DERIVED.items()}
@@ -183,10 +188,10 @@ def inputs(kind: str, columns: Columns, devices: Mapping[str, Device], factors: 
     words = learned.flags([" ".join((*row[1:], of[i].arch, of[i].vendor)) for i, row in enumerate(texts)], which,
                           vocabulary)
     matrix = np.concatenate([np.stack([np.asarray(v, np.float32) for v in found.values()], 1), words], 1)
-    ratio, varied = np.ones(rows), np.array([d is not r for d, r in zip(themselves, of)])[which]
-    if varied.any():
+    ratio = np.ones(rows)
+    if any(varied):
         analytical = partial(learned.alone_s, work, machine, floor_s=floor_s)
-        ratio = np.where(varied, analytical(actual.scaled(chip, dram)) / analytical(machine), 1.0)
+        ratio = np.where(np.array(varied)[which], analytical(actual.scaled(chip, dram)) / analytical(machine), 1.0)
     return Inputs(work, actual, machine, floor_s, bound, matrix, (*found, *vocabulary), ratio)
 
 
