@@ -7,6 +7,11 @@ table of what measurements of a device left out achieve; "one factor" is the err
 the median of its errors, is divided out. Every fold is a fit of its own, with the factors of the device left out taken
 from its relatives. Measurements are drawn at random, or designed: chosen among 500 random rows by their shapes, before
 any of them is measured.
+
+    python benchmarks/kernel_accuracy.py DIR --variants
+
+tests what-if devices on real ones: each second device of `VARIANTS` is predicted by the shipped coefficients as the
+first one with other figures, beside being predicted as itself and as the first one unchanged.
 """
 
 from __future__ import annotations
@@ -32,7 +37,11 @@ def main() -> None:
     parser.add_argument("--trees", type=int, default=130)
     parser.add_argument("--folds", type=int, default=4, help="fits among which devices, and sources, are dealt")
     parser.add_argument("--what", choices=("gpu", "source"), action="append", help="what to leave out (both)")
+    parser.add_argument("--variants", action="store_true", help="real devices as variants of others, instead")
     args = parser.parse_args()
+    if args.variants:
+        variants(fit.samples(args.data, groups=args.group))
+        return
     settings = {"trees": args.trees}
     table = []
     for name, sample in fit.samples(args.data, args.rows, args.group).items():
@@ -64,6 +73,34 @@ def main() -> None:
     for name, errors in table:
         cells = [f"{mean:.1%}, {middle:.1%}" for mean, middle in zip(errors.mean(0), np.median(errors, 0))]
         print(f"| {name} | {len(errors)} |", " | ".join(cells), "|")
+
+
+VARIANTS = (("H100-SXM", "H200-SXM"), ("H200-SXM", "H100-SXM"), ("A100-PCIe-40GB", "A100-PCIe-80GB"),
+            ("H100-SXM", "H800-SXM"), ("B200-SXM", "GB200"), ("GB200", "GB300"), ("A6000", "A40"),
+            ("A100-SXM4-80GB", "H100-SXM"), ("H100-SXM", "B200-SXM"))
+COMPARED = 600
+
+
+def variants(samples: dict[str, fit.Sample]) -> None:
+    """A table of median errors per pair: means over the groups that have both devices."""
+    print("| base | device | groups | as itself | as a variant | base unchanged |\n| --- | --- |", "--: | " * 4)
+    for base, name in VARIANTS:
+        found = []
+        for sample in samples.values():
+            gpus = sample.columns["gpu"]
+            at = np.flatnonzero(gpus == name)
+            at = at[np.random.default_rng(0).permutation(len(at))[:COMPARED]]
+            if len(at) < LEAST or base not in gpus:
+                continue
+            some = sample.take(at)
+            itself, other = sample.devices[name], sample.devices[base]
+            same = {field: getattr(other, field) for field in learned.RESOURCES}
+            found.append([float(np.median(np.abs(query.predict(
+                sample.kind, some.columns, {name: device}, emulate=True).time_s / some.time_s - 1)))
+                for device in (itself, itself.replace(base=base), itself.replace(base=base, **same))])
+        if found:
+            print(f"| {base} | {name} | {len(found)} |", " | ".join(f"{m:.1%}" for m in np.mean(found, 0)), "|",
+                  flush=True)
 
 
 NAMES = (*map(str, GIVEN), f"{DESIGNED} designed")

@@ -336,8 +336,8 @@ def fit(folder: Path, *, rows: int = ROWS, trees: int = 0, depth: int = 0, folds
     for name, sample in samples(folder, rows, groups).items():
         report(f"{name}: {sample.rows} rows of {len(set(sample.columns['gpu']))} devices")
         deep, rate = SLOWER.get(name, (DEPTH, RATE))
-        add(layer, name, sample, trees=trees or MORE_TREES.get(name, TREES), depth=depth or deep, rate=rate, folds=folds,
-            report=report)
+        add(layer, name, sample, trees=trees or MORE_TREES.get(name, TREES), depth=depth or deep, rate=rate,
+            folds=folds, report=report)
     return layer
 
 

@@ -253,7 +253,7 @@ def bound_s(d: Demand, m: Machine, floor_s: Array) -> Array:
     return np.asarray(floor_s + np.maximum(np.maximum(total[:, ON_CHIP].max(axis=1), busy), warm_s(d, m)))
 
 
-OVERLAP = 4.0
+OVERLAP = 3.0
 """Norm that adds the seconds of pipelines that work side by side: between 1, one after another, and infinity."""
 
 
