@@ -125,7 +125,7 @@ def test_3x3_convolutions_may_use_fewer_products():
 
 
 def test_padding_of_a_convolutions_tiles():
-    """21 output columns in tiles of 4 are 24; 30 filters in tiles of 32; 3 * 20 * 21 pixels in tiles of 128 are 1280."""
+    """21 output columns in tiles of 4 are 24; 30 filters in tiles of 32; 1260 pixels in tiles of 128 are 1280."""
     d = demand.conv(on(), 3, 5, 20, 21, 30, 3, 3, pad=1, pad_w=1)
     assert d.more["padded.width4"][0] == pytest.approx(24 / 21 - 1)
     assert d.more["padded.filters32"][0] == pytest.approx(32 / 30 - 1)

@@ -185,8 +185,8 @@ def _rows(entries: Sequence[Entry], devices: dict[str, Device]) -> list[validati
         for j, (i, _) in enumerate(at):
             sums[i] += (found.time_s[j], found.low_s[j], found.high_s[j], found.ceiling_s[j])
             binds[i] = binds[i] or found.binds[j]
-    return [validation.Row(e.where, e.source, e.gpu, e.what, e.measured_s, *map(float, sums[i]), binds[i])
-            for i, e in enumerate(entries)]
+    return [validation.Row(e.where, e.source, e.gpu, e.what, e.measured_s, time, low, high, ceiling, bound)
+            for e, (time, low, high, ceiling), bound in zip(entries, sums.tolist(), binds)]
 
 
 def _backend(kind: str, device: Device) -> str:
