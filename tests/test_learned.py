@@ -106,6 +106,23 @@ def test_a_variant_runs_the_kernels_of_its_base():
     assert 1.2 < product[0].time_s[0] / product[1].time_s[0] < 1.5
 
 
+def test_an_unmeasured_device_runs_the_kernels_of_its_sibling():
+    """The same chip under another name: the same times, less certain; a source that timed none has no sibling."""
+    unseen = H100.replace(name="H101")
+    group = learned.load().groups["moe.16bit"]
+    assert learned.sibling(unseen, group, "aiconfigurator") == "H100-SXM"
+    assert learned.sibling(unseen, group, "nobody") is None
+    assert learned.sibling(H100, group, "aiconfigurator") is None
+    assert learned.sibling(unseen.replace(arch="Hopper GH99"), group, "aiconfigurator") is None
+    experts = {"tokens": 64, "hidden": 4096, "inter": 1536, "topk": 4, "experts": 64}
+    same, other, wide = (query.predict("moe", experts, d) for d in (
+        H100, unseen, unseen.replace(memory_Bps=2 * H100.memory_Bps)))
+    assert other.time_s[0] == pytest.approx(same.time_s[0])
+    assert other.high_s[0] / other.low_s[0] > same.high_s[0] / same.low_s[0]
+    assert wide.time_s[0] < 0.8 * other.time_s[0]
+    assert learned.with_siblings("gemm.16bit", group) is None
+
+
 def test_units_that_the_base_lacks_have_the_usual_rate_there():
     both = A100.replace(name="both", base=A100.name, flops={**A100.flops, "fp8": 700e12})
     base = learned.reference(both)

@@ -102,15 +102,49 @@ def reference(device: Device) -> Device:
     return kept["_reference"]
 
 
+BY_FIGURES = ("gemm.16bit", "gemm.fp8")
+"""Groups in which a device left out is told better by its own figures and the mean of its relatives than by a sibling:
+what large products reach depends on the watts, and many devices were measured. Chosen by leaving devices out."""
+
+
+def with_siblings(name: str, group: Group) -> Group | None:
+    """The group `name`, where unmeasured devices run the kernels of a sibling; else None."""
+    return None if name in BY_FIGURES else group
+
+
+def sibling(device: Device, group: Group, source: str) -> str | None:
+    """The measured device of the same chip that is most like one which no fit saw, if `source` timed kernels on it.
+
+    Between such devices kernels are the same, and what differs (clock, bandwidth, memory) is analytical; what another
+    source timed tells less than what the learned layer makes of the device's own figures.
+    """
+    if device.kind != "gpu" or device.known_as in group.factors:
+        return None
+    me, like = Relatives.of(device), list[tuple[float, str]]()
+    for name, found in group.factors.items():
+        if source in found.floor_s and catalog_rows().get(name, {}).get("arch") == device.arch:
+            like.append((-me.weight(Relatives.of(_named(name))), name))
+    return min(like)[1] if like else None
+
+
+@cache
+def _named(name: str) -> Device:
+    return device_named(name)
+
+
 def _reference(device: Device) -> Device:
     if device.kind != "gpu" or device.known_as not in catalog_rows():
         return device
     try:
-        base = device_named(device.known_as)
+        base = _named(device.known_as)
     except InputError:
         return device
-    if all(getattr(device, field) == getattr(base, field) for field in RESOURCES):
-        return device
+    return device if all(getattr(device, f) == getattr(base, f) for f in RESOURCES) else as_known(device, base.name)
+
+
+def as_known(device: Device, name: str) -> Device:
+    """The known device `name`, with units of the usual rate for types that only `device` has."""
+    base = _named(name)
     flops = dict(base.flops)
     for added in sorted(set(device.flops) - set(flops)):
         flops[added] = next((base.flops[t] * times for t, times in WIDER.get(added, ()) if t in base.flops),

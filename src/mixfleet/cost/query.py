@@ -151,9 +151,10 @@ def texts_of(columns: Columns, names: Sequence[str], rows: int) -> tuple[list[tu
 
 
 def inputs(kind: str, columns: Columns, devices: Mapping[str, Device], factors: Mapping[str, Factors],
-           vocabulary: Sequence[str], *, emulate: bool = False) -> Inputs:
+           vocabulary: Sequence[str], *, emulate: bool = False, group: learned.Group | None = None) -> Inputs:
     """Features of kernels. `columns` are complete: sizes, texts, `source`, `backend`, `dtype`, `gpu`, arrays or
-    scalars; `factors` has an entry per device. A variant of a known device runs the kernels of that one."""
+    scalars; `factors` has an entry per device. A variant of a known device runs the kernels of that one, and with a
+    `group` one without measurements in it those of its sibling (`learned.sibling`)."""
     what = KINDS[kind]
     sizes = {name: np.asarray(columns[name], float) for name in what.shape}
     rows = max([np.size(v) for v in sizes.values()] + [len(v) for v in columns.values() if not isinstance(v, str)
@@ -163,7 +164,9 @@ def inputs(kind: str, columns: Columns, devices: Mapping[str, Device], factors: 
     texts, which = texts_of(columns, names, rows)
     table = [dict(zip(names, row)) for row in texts]
     themselves = [devices[row["gpu"]] for row in table]
-    of = [learned.reference(d) for d in themselves]
+    siblings = [learned.sibling(learned.reference(d), group, row["source"]) if group else None
+                for d, row in zip(themselves, table)]
+    of = [learned.as_known(d, name) if name else learned.reference(d) for d, name in zip(themselves, siblings)]
     types = [type_named(row["dtype"]) for row in table]
     varied = [d is not r for d, r in zip(themselves, of)]
 
@@ -172,7 +175,7 @@ def inputs(kind: str, columns: Columns, devices: Mapping[str, Device], factors: 
 
     known = nominal(of)
     actual = nominal(themselves) if any(varied) else known
-    mine = [factors[d.name] for d in themselves]
+    mine = [group.factors[name] if group and name else factors[d.name] for d, name in zip(themselves, siblings)]
     chip = np.array([learned.chip_of(f, t.rate) for f, t in zip(mine, types)])[which]
     dram = np.array([f.dram for f in mine])[which]
     floor_s = np.array([learned.floor_of(f, row["source"], row["backend"], row["dtype"])
@@ -286,7 +289,8 @@ def named(columns: Columns, group: learned.Group) -> dict[str, Any]:
 
 def _block(kind: str, name: str, group: learned.Group, part: Columns, devices: Mapping[str, Device],
            factors: Mapping[str, Factors], layer: Layer, emulate: bool, rows: int) -> Times:
-    x = inputs(kind, part, devices, factors, group.words, emulate=emulate)
+    x = inputs(kind, part, devices, factors, group.words, emulate=emulate,
+               group=learned.with_siblings(name, group))
     correction = layer.forests[name].predict(x.features)
     gpu = np.array([part["gpu"]] * rows if isinstance(part["gpu"], str) else part["gpu"], dtype=object)
     for device in sorted(set(gpu)):
@@ -328,7 +332,8 @@ def adapt(device: Device, kind: str, columns: Columns, time_s: Any, *, emulate: 
     group = layer.groups[name]
     start = learned.factors_of(group, learned.reference(device), layer.relatives, known=known)
     full = named({**full, "gpu": device.name}, group)
-    x = inputs(kind, full, {device.name: device}, {device.name: start}, group.words, emulate=emulate)
+    x = inputs(kind, full, {device.name: device}, {device.name: start}, group.words, emulate=emulate,
+               group=learned.with_siblings(name, group))
     residual = np.log(time / x.bound_s / x.ratio) - layer.forests[name].predict(x.features)
     texts, which = texts_of(full, TEXTS, time.size)
     places = Places.of(x, layer.forests[name], texts, which, np.arange(time.size))
