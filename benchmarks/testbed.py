@@ -3,9 +3,11 @@
     python -m benchmarks.testbed --out out/testbed            six clusters, under 20 minutes on two free cores
     python -m benchmarks.testbed --out out/testbed --quick    two clusters and fewer steps, for CI
     python -m benchmarks.testbed --out out/testbed --only "slow link" --merge    one, beside what is in out/testbed
+    python -m benchmarks.testbed --out out/testbed --resume                      go on after a run that ended early
 
 Every cluster is made as namespaces with shaped links and throttled ranks, its devices are profiled, and then all
-plans and peers run in turn in the same processes. `--out` gets table.md, scatter.svg and results.json. Timing needs a
+plans and peers run in turn in the same processes. `--out` gets table.md, scatter.svg and results.json, written anew
+after every row. Timing needs a
 machine with nothing else to do: the table says how much others used. Where the speed of the machine itself drifts (as
 a virtual machine's does), a probe beside the profile and beside every plan tells, and predictions allow for it.
 """
@@ -21,7 +23,7 @@ import os
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean, median, quantiles
@@ -30,10 +32,12 @@ from typing import Any, NamedTuple
 from benchmarks import Figure
 from benchmarks.peers import zero
 from mixfleet.cluster import Cluster, Device, Link, Node, device_named
+from mixfleet.files import write_text
 from mixfleet.job import Job, Optimizer
 from mixfleet.model.families import build
 from mixfleet.plan import Pipeline, Plan, Sharding, Stage
 from mixfleet.plan_rules import why_not
+from mixfleet.report.chrome import write_trace
 from mixfleet.trace import Span, Trace, compare
 from mixfleet.units import MB, GiB, MiB, show_seconds
 
@@ -41,7 +45,7 @@ CHOSEN = "chosen by mixfleet"
 WINDOW_S, STEPS = 2.0, (2, 12)
 """A plan runs for this long, but so many steps."""
 READY_S = 300
-CALM, TRIES = 0.08, 3
+CALM, TRIES = 0.6, 2
 """Part of the machine that others may use while a contender runs, the kernel's own work among it; and runs at most."""
 PROBES, PROBE_SAMPLES = 6, 2
 INNER = Link(name="loopback", latency_s=60e-6, bandwidth_Bps=1e9)
@@ -52,7 +56,7 @@ INNER = Link(name="loopback", latency_s=60e-6, bandwidth_Bps=1e9)
 def job() -> Job:
     """2.9 million parameters: the gradients of a step take about as long on 100 Mb/s as the step takes to compute."""
     return Job(name="gpt-3m", model=build({"layers": 6, "hidden": 192, "heads": 4, "vocab": 512, "max_seq_len": 128}),
-               seq_len=128, global_batch=24, precision="fp32", attention="fused", optimizer=Optimizer(lr=1e-3))
+               seq_len=128, global_batch=16, precision="fp32", attention="fused", optimizer=Optimizer(lr=1e-3))
 
 
 def _device(share: float, memory_bytes: int = GiB) -> Device:
@@ -69,19 +73,20 @@ def _nodes(mbps: float, *devices: Sequence[Device], zones: Sequence[str] = ()) -
 
 
 def shapes() -> dict[str, Cluster]:
-    """Mixed clusters whose ranks fit on two cores, with 0.16 of each left for the kernel's part of the work."""
-    mid = _device(0.42)
+    """Mixed clusters whose ranks take half of two cores: the kernel's part of the work, and what a virtual machine's
+    neighbours steal of its cores (a third, at times), must not keep ranks from their shares."""
+    mid = _device(0.25)
     return {
         "equal": Cluster(name="equal", nodes=_nodes(200, [mid], [mid], [mid], [mid])),
         "one slow": Cluster(name="one slow", nodes=_nodes(
-            200, [mid], [mid], [mid], [_device(0.12)])),
+            200, [mid], [mid], [mid], [_device(0.08)])),
         "small memory": Cluster(name="small memory", nodes=_nodes(
-            200, [mid], [mid], [mid], [_device(0.42, 72 * MiB)])),
+            200, [mid], [mid], [mid], [_device(0.25, 72 * MiB)])),
         "slow link": Cluster(name="slow link", nodes=_nodes(80, [mid, mid], [mid, mid])),
         "two regions": Cluster(name="two regions", nodes=_nodes(400, [mid], [mid], [mid], [mid], zones="aabb"),
                                zone_uplink=Link(name="wan", latency_s=1e-3, bandwidth_Bps=60 * MB / 8)),
         "three tiers": Cluster(name="three tiers", nodes=_nodes(
-            200, [_device(0.8)], [_device(0.44)], [_device(0.22)], [_device(0.18)])),
+            200, [_device(0.5)], [_device(0.26)], [_device(0.13)], [_device(0.11)])),
     }
 
 
@@ -130,12 +135,12 @@ def plans(work: Job, cluster: Cluster) -> dict[str, Plan]:
         "groups of 2, micro-batch 2": _data(even, [2] * n, blocks, 2),
         "groups of 2": _data(even, even, blocks, 2),
         "uneven groups of 2": _data(fair, fair, blocks, 2),
-        "pipeline, even": Plan(pipelines=(_pipe(range(n), front, batch, 4),)),
-        "pipeline, by speed": Plan(pipelines=(_pipe(range(n), _split(blocks, shares), batch, 4),)),
+        "pipeline, even": Plan(pipelines=(_pipe(range(n), front, batch, 2),)),
+        "pipeline, by speed": Plan(pipelines=(_pipe(range(n), _split(blocks, shares), batch, 2),)),
         "2 pipelines, neighbours": Plan(pipelines=(
-            _pipe((0, 1), _split(blocks, shares[:2]), 12, 3), _pipe((2, 3), _split(blocks, shares[2:]), 12, 3))),
+            _pipe((0, 1), _split(blocks, shares[:2]), 8, 2), _pipe((2, 3), _split(blocks, shares[2:]), 8, 2))),
         "2 pipelines, far apart": Plan(pipelines=(
-            _pipe((0, 2), _split(blocks, shares[::2]), 12, 3), _pipe((1, 3), _split(blocks, shares[1::2]), 12, 3))),
+            _pipe((0, 2), _split(blocks, shares[::2]), 8, 2), _pipe((1, 3), _split(blocks, shares[1::2]), 8, 2))),
     }
     return {label: plan for i, (label, plan) in enumerate(found.items()) if plan not in list(found.values())[:i]}
 
@@ -240,6 +245,7 @@ def _carry_out(order: Order, rank: int, mark: Callable[[], None]) -> Outcome | N
     sent, spans, bounds = Counter(sent) - before, [], []
     if recorder and order.traced:
         recorder.start()
+        dist.barrier()  # the probe took longer where the rank is slow
         for number in range(order.steps + 1, order.steps + 1 + order.traced):
             start_ns = time.perf_counter_ns()
             step(number)
@@ -386,60 +392,67 @@ class Row(NamedTuple):
     plain_s: float | None = None
     """What is predicted without that."""
     others: float = 0.0
+    cpu_s: tuple[float, ...] = ()
+    """CPU seconds per step of each rank of the plan."""
 
 
-def measure(name: str, cluster: Cluster, *, quick: bool, say: Callable[[str], None], traced: int = 0,
-            labels: Sequence[str] = ()) -> list[Row]:
-    """All plans and peers on one cluster; with so many `traced` steps, plans are also compared by category. `labels`
-    are those of the contenders that take part, if not all do."""
+def measure(name: str, cluster: Cluster, *, quick: bool, traced: int = 0, labels: Sequence[str] = (),
+            known: Collection[str] = (), out: Path | None = None) -> Iterator[Row]:
+    """All plans and peers on one cluster, each as soon as it is measured; with so many `traced` steps, plans are also
+    compared by category, and `out` gets a folder for each. `labels` are those of the contenders that take part, if not
+    all do, less those `known`."""
     from mixfleet.search import find
     from mixfleet.sim import predict
     from mixfleet.testbed import Testbed
     from mixfleet.testbed.profile import profile
 
-    work, rows = job(), []
+    work, slowest_s = job(), 0.0
+    contenders: dict[str, Plan | None] = {**plans(work, cluster), CHOSEN: None}
+    wanted = set(labels or (*contenders, *_peers(cluster))) - set(known)
+    if not wanted:
+        return
     with Testbed.up(cluster) as bed, _Contest(bed) as contest:
-        say(f"{name}: profiling")
         first_s = contest.pool.probe_s()
-        real = profile(bed, cluster, work, micro_batches=(1, 3, 6, 12))
+        real = profile(bed, cluster, work, micro_batches=(1, 2, 4, 8))
         usual_s = (first_s + contest.pool.probe_s()) / 2
         result = find(work, real, top=1)
-        contenders = plans(work, cluster)
-        chosen = result.best.plan if result.best else None
-        if quick and not labels:
-            contenders = {k: v for i, (k, v) in enumerate(contenders.items()) if i % 2 == 0 or i == 1}
-        if chosen:
-            contenders[CHOSEN] = chosen
-        contenders = {k: v for k, v in contenders.items() if not labels or k in labels}
+        contenders[CHOSEN] = result.best.plan if result.best else None
         ideal_s = work.global_batch / result.upper_samples_per_s
-        for label, plan in contenders.items():
+        for i, (label, plan) in enumerate(contenders.items()):
+            skipped = quick and not labels and i > 1 and i % 2 and label != CHOSEN
+            if label not in wanted or skipped or not plan:
+                continue
             reason = why_not(plan, work, real)
             prediction = None if reason else predict(plan, work, real)
             if prediction and not prediction.fits:
                 reason = f"does not fit: {prediction.reasons[0]}"
             if reason or not prediction:
-                rows.append(_empty(name, label, str(reason)))
+                yield _empty(name, label, str(reason))
                 continue
             order = Order(label, work, real, _steps(prediction.step_s, quick), "", plan, traced=traced)
             found = contest.run(order)
-            rows.append(_empty(name, label, found) if isinstance(found, str) else
-                        _row(name, order, found, usual_s, prediction.step_s, ideal_s))
-            say(_line(rows[-1]))
-        guess = max((r.measured_s for r in rows if r.measured_s), default=1.0)
-        size = max(len(real.ranks_of_node[0]), 2)
-        peers = [("torch DDP", 0), ("torch FSDP2 full", 0), ("torch FSDP2 hybrid", size)]
-        if zero.installed():
-            peers += [(f"DeepSpeed ZeRO-{stage}", stage) for stage in (1, 2, 3)]
-        for label, per_node in [(k, v) for k, v in peers if not labels or k in labels]:
-            if cluster.name == "small memory" and label not in ("torch FSDP2 full", "DeepSpeed ZeRO-3"):
-                rows.append(_empty(name, label, "does not fit: as even data parallel, or groups of 2"))
+            row = _empty(name, label, found) if isinstance(found, str) else _row(
+                name, order, found, usual_s, prediction.step_s, ideal_s)
+            slowest_s = max(slowest_s, row.measured_s or 0.0)
+            if out and traced and not isinstance(found, str):
+                _keep(out / name.replace(" ", "-") / label.replace(" ", "-").replace(",", ""), order, found, usual_s)
+            yield row
+        for label, per_node in _peers(cluster).items():
+            if label not in wanted:
                 continue
-            found = contest.run(Order(label, work, real, _steps(guess, quick), "", None, per_node))
-            rows.append(_empty(name, label, found) if isinstance(found, str) else
-                        Row(name, label, None, max(o.step_s for o in found.outcomes if o), None, None, None,
-                            others=found.others))
-            say(_line(rows[-1]))
-    return rows
+            if cluster.name == "small memory" and label not in ("torch FSDP2 full", "DeepSpeed ZeRO-3"):
+                yield _empty(name, label, "does not fit: as even data parallel, or groups of 2")
+                continue
+            found = contest.run(Order(label, work, real, _steps(slowest_s or 1.0, quick), "", None, per_node))
+            yield _empty(name, label, found) if isinstance(found, str) else Row(
+                name, label, None, max(o.step_s for o in found.outcomes if o), None, None, None, others=found.others)
+
+
+def _peers(cluster: Cluster) -> dict[str, int]:
+    """With what `Order.per_node` says of them."""
+    stages = (1, 2, 3) if zero.installed() else ()
+    return {"torch DDP": 0, "torch FSDP2 full": 0, "torch FSDP2 hybrid": max(len(cluster.ranks_of_node[0]), 2),
+            **{f"DeepSpeed ZeRO-{stage}": stage for stage in stages}}
 
 
 def at_speed(cluster: Cluster, ratio: float) -> Cluster:
@@ -521,16 +534,31 @@ def _row(cluster: str, order: Order, found: Measured, usual_s: float, plain_s: f
               if (rank < 2) != (dst < 2))
     return Row(cluster, order.name, prediction.step_s, max(o.step_s for o in outcomes if o), exact,
                sum(wire.values()) / total if total else None, max(ideal_s * speed, link_s), far_bytes=far / steps,
+               cpu_s=tuple(o.cpu_s for o in outcomes if o),
                speed=speed, plain_s=plain_s, others=found.others,
                parts=_parts(prediction.trace, [o for o in outcomes if o]) if prediction.trace else ())
 
 
+def _traced(outcomes: Sequence[Outcome]) -> Trace:
+    bounds = list(zip(*(o.bounds for o in outcomes)))
+    return Trace(spans=tuple(s for o in outcomes for s in o.spans), meta={
+        "kind": "measured", "steps_ns": [[min(a for a, _ in each), max(b for _, b in each)] for each in bounds]})
+
+
 def _parts(predicted: Trace, outcomes: Sequence[Outcome]) -> tuple[tuple[int, str, float, float], ...]:
     """What `mixfleet compare` would say of the recorded steps."""
-    bounds = list(zip(*(o.bounds for o in outcomes)))
-    measured = Trace(spans=tuple(s for o in outcomes for s in o.spans), meta={
-        "kind": "measured", "steps_ns": [[min(a for a, _ in each), max(b for _, b in each)] for each in bounds]})
-    return tuple(tuple(row) for row in compare(predicted, measured).rows)  # type: ignore[misc]
+    return tuple(tuple(row) for row in compare(predicted, _traced(outcomes)).rows)  # type: ignore[misc]
+
+
+def _keep(folder: Path, order: Order, found: Measured, usual_s: float) -> None:
+    """What `mixfleet predict` and `compare` read: plan, job, cluster as fast as it was meanwhile, recorded steps."""
+    folder.mkdir(parents=True, exist_ok=True)
+    outcomes = [o for o in found.outcomes if o]
+    assert order.plan is not None
+    order.plan.save(folder / "plan.yaml")
+    order.work.save(folder / "job.yaml")
+    at_speed(order.cluster, fmean(o.probe_s for o in outcomes) / usual_s).save(folder / "cluster.yaml")
+    write_trace(_traced(outcomes), folder / "measured.json")
 
 
 class Gain(NamedTuple):
@@ -592,6 +620,8 @@ class Summary(NamedTuple):
     over_peers: float
     """Best peer's time over the chosen plan's."""
     of_bound: float
+    of_core: float
+    """Part of its quota that the busiest rank of the chosen plan used, messages among it."""
 
 
 def summaries(rows: Sequence[Row]) -> list[Summary]:
@@ -604,8 +634,16 @@ def summaries(rows: Sequence[Row]) -> list[Summary]:
         peers = [r.measured_s for r in mine if r.name.startswith(("torch", "DeepSpeed")) and r.measured_s]
         mine_s, bound_s = (chosen.measured_s or math.nan, chosen.bound_s or math.nan) if chosen else (math.nan,) * 2
         found.append(Summary(cluster, kendall(pairs), mine_s / best - 1,
-                             min(peers) / mine_s if peers else math.inf, bound_s / mine_s))
+                             min(peers) / mine_s if peers else math.inf, bound_s / mine_s,
+                             max(busy(chosen), default=math.nan) if chosen else math.nan))
     return found
+
+
+def busy(row: Row) -> list[float]:
+    """Per rank of its plan, the part of its quota that it used; none where that is not known."""
+    shares = [d.share for d in shapes()[row.cluster].devices]
+    return [cpu_s / share / row.measured_s for cpu_s, share in zip(row.cpu_s, shares)
+            ] if row.measured_s and len(row.cpu_s) == len(shares) else []
 
 
 def errors(rows: Sequence[Row], *, plain: bool = False) -> list[float]:
@@ -640,9 +678,11 @@ def table(rows: Sequence[Row]) -> str:
              f"bytes {'exact' if all(r.bytes_exact is not False for r in rows) else 'NOT exact'}. "
              f"The kernel and others used up to {max((r.others for r in rows), default=0):.0%} of the machine. Rank "
              f"correlation is Kendall's, over the pairs of plans whose predictions differ by more than {TIE:.0%}.", "",
-             "| cluster | rank correlation | chosen behind best | peers over chosen | chosen reaches of its bound |",
-             "| --- | --- | --- | --- | --- |"]
-    lines += [f"| {s.cluster} | {s.tau:.2f} | {s.behind_best:.1%} | {s.over_peers:.2f} | {s.of_bound:.2f} |"
+             "| cluster | rank correlation | chosen behind best | peers over chosen | chosen reaches of its bound | "
+             "its busiest rank used of its quota |",
+             "| --- | --- | --- | --- | --- | --- |"]
+    lines += [f"| {s.cluster} | {s.tau:.2f} | {s.behind_best:.1%} | {s.over_peers:.2f} | {s.of_bound:.2f} | "
+              f"{s.of_core:.2f} |"
               for s in summaries(rows)]
     if found_gains := gains(rows):
         lines += ["", "| cluster | plan | against | bytes across by formula | counted | time predicted | measured |",
@@ -709,26 +749,42 @@ def scatter(rows: Sequence[Row]) -> str:
     return "\n".join(parts) + "\n"
 
 
-def run(*, quick: bool, only: Sequence[str] = (), say: Callable[[str], None] = lambda line: None, traced: int = 0,
-        labels: Sequence[str] = ()) -> list[Row]:
-    """Rows of all clusters."""
-    rows = []
-    chosen = shapes()
+def run(*, quick: bool, only: Sequence[str] = (), traced: int = 0, labels: Sequence[str] = (),
+        known: Collection[tuple[str, str]] = (), out: Path | None = None) -> Iterator[Row]:
+    """Rows of all clusters, less those of the (cluster, contender) that are `known`."""
     if quick and not only:
         only = ("one slow", "slow link")
-    for name, cluster in chosen.items():
+    for name, cluster in shapes().items():
         if not only or name in only:
-            rows += measure(name, cluster, quick=quick, say=say, traced=traced, labels=labels)
-    return rows
+            yield from measure(name, cluster, quick=quick, traced=traced, labels=labels,
+                               known={label for where, label in known if where == name}, out=out)
 
 
-def merged(rows: Sequence[Row], earlier: Sequence[dict[str, Any]]) -> list[Row]:
-    """These rows, and those of an earlier run's results.json that they do not replace, by cluster."""
-    found = {(r.cluster, r.name): r for r in (Row(**{**one, "parts": tuple(tuple(p) for p in one["parts"])})
-                                              for one in earlier)}
-    found |= {(r.cluster, r.name): r for r in rows}
+def merged(rows: Sequence[Row], earlier: Sequence[Row]) -> list[Row]:
+    """These rows, and those of an earlier run that they do not replace, by cluster."""
+    found = {(r.cluster, r.name): r for r in (*earlier, *rows)}
     order = list(shapes())
     return sorted(found.values(), key=lambda r: order.index(r.cluster))
+
+
+def load(out: Path) -> list[Row]:
+    """The rows that a run has left in its folder; none if there are none."""
+    path = out / "results.json"
+    return [Row(**{**one, "parts": tuple(tuple(p) for p in one["parts"]), "cpu_s": tuple(one.get("cpu_s", ()))})
+            for one in (json.loads(path.read_text()) if path.exists() else ())]
+
+
+def save(rows: Sequence[Row], out: Path) -> str:
+    """results.json, table.md, scatter.svg, and diagnosis.md where steps were recorded. Returns the table."""
+    out.mkdir(parents=True, exist_ok=True)
+    text = table(rows)
+    write_text(out / "results.json", json.dumps([r._asdict() for r in rows], indent=1))
+    write_text(out / "table.md", text)
+    if any(r.parts for r in rows):
+        write_text(out / "diagnosis.md", diagnosis(rows))
+    if errors(rows):
+        write_text(out / "scatter.svg", scatter(rows))
+    return text
 
 
 def figures() -> Iterator[Figure]:
@@ -739,7 +795,7 @@ def figures() -> Iterator[Figure]:
     if missing:
         yield Figure("prediction on a testbed", f"not measured: {missing[0]}")
         return
-    rows = run(quick=True)
+    rows = [*run(quick=True)]
     found, busy = errors(rows), max(r.others for r in rows)
     yield Figure("step time on a testbed, median error", f"{median(found):.1%} (others use up to {busy:.0%} of the "
                  "machine)", "at most 8 %", median(found) <= 0.08)
@@ -751,7 +807,7 @@ def figures() -> Iterator[Figure]:
                      s.tau >= 0.9 and s.behind_best <= 0.03)
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("out/testbed"))
     parser.add_argument("--quick", action="store_true")
@@ -759,22 +815,19 @@ def main() -> int:
     parser.add_argument("--plan", action="append", default=[], metavar="NAME",
                         help="a plan or peer of the table, instead of all; may be repeated")
     parser.add_argument("--merge", action="store_true", help="keep the rows of results.json that are not measured now")
+    parser.add_argument("--resume", action="store_true", help="measure only what results.json does not have yet")
     parser.add_argument("--diagnose", action="store_true", help="record steps, and compare them by category")
-    options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
+    options = parser.parse_args(arguments)
     start = time.monotonic()
-    rows = run(quick=options.quick, only=options.only, traced=2 if options.diagnose else 0, labels=options.plan,
-                     say=lambda line: print(line, file=sys.stderr, flush=True))
-    results = options.out / "results.json"
-    if options.merge and results.exists():
-        rows = merged(rows, json.loads(results.read_text()))
-    text = table(rows)
-    (options.out / "table.md").write_text(text)
-    if options.diagnose:
-        (options.out / "diagnosis.md").write_text(diagnosis(rows))
-    (options.out / "scatter.svg").write_text(scatter(rows))
-    results.write_text(json.dumps([r._asdict() for r in rows], indent=1))
-    print(text)
+    earlier = load(options.out) if options.merge or options.resume else []
+    known = {(r.cluster, r.name) for r in earlier if options.resume and not r.note.startswith("failed")}
+    rows: list[Row] = []
+    for row in run(quick=options.quick, only=options.only, traced=2 if options.diagnose else 0, labels=options.plan,
+                   known=known, out=options.out):
+        rows.append(row)
+        print(_line(row), file=sys.stderr, flush=True)
+        save(merged(rows, earlier), options.out)
+    print(save(merged(rows, earlier), options.out))
     print(f"{time.monotonic() - start:.0f} s", file=sys.stderr)
     return 0
 

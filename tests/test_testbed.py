@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -26,7 +25,7 @@ from mixfleet.sim import predict
 from mixfleet.testbed import Support, emulate_gpus, laid_out, leftovers, probe
 from mixfleet.testbed import Testbed as Bed
 from mixfleet.testbed import testbeds as standing
-from mixfleet.testbed.elastic import train_elastically
+from mixfleet.testbed.elastic import train_by_torchrun, train_elastically
 from mixfleet.testbed.faults import Fault, Schedule, explained, injected
 from mixfleet.testbed.layout import PAYLOAD, PROCESS_BYTES, period_us
 from run_pool import CLUSTER, Case, job, pipe, plan, reference
@@ -188,14 +187,44 @@ def test_a_slower_machine_takes_longer_to_compute_and_as_long_to_send():
     assert sending_s > 10 * alone
 
 
-def test_rows_of_several_runs_make_one_table():
-    def row(cluster, name, predicted, measured, **more):
-        return bench.Row(cluster, name, predicted, measured, True, 1.0, .5 * measured, **more)
+def row(cluster, name, predicted, measured, **more):
+    return bench.Row(cluster, name, predicted, measured, True, 1.0, .5 * measured, **more)
 
+
+def test_a_run_that_is_killed_keeps_its_rows_and_goes_on(tmp_path, monkeypatch, capsys):
+    done = [row("equal", "ZeRO-3", 2.2, 2.0, plain_s=1.8, parts=((0, "forward", 1.0, 1.1),)),
+            bench.Row("equal", "groups of 2", None, None, None, None, None, "failed: rank 2: no answer")]
+    asked = []
+
+    def first(name, cluster, **more):
+        yield from done
+        raise KeyboardInterrupt
+
+    def second(name, cluster, known, **more):
+        asked.append((name, known))
+        yield row(name, "torch DDP", None, 3.0)
+
+    monkeypatch.setattr(bench, "measure", first)
+    with pytest.raises(KeyboardInterrupt):
+        bench.main(["--out", str(tmp_path), "--only", "equal"])
+    assert bench.load(tmp_path) == done
+    monkeypatch.setattr(bench, "measure", second)
+    bench.main(["--out", str(tmp_path), "--only", "equal", "--only", "two regions", "--resume"])
+    assert asked == [("equal", {"ZeRO-3"}), ("two regions", set())]
+    assert [(r.cluster, r.name) for r in bench.load(tmp_path)] == [
+        ("equal", "ZeRO-3"), ("equal", "groups of 2"), ("equal", "torch DDP"), ("two regions", "torch DDP")]
+    assert "+10.0%" in (tmp_path / "table.md").read_text()
+    assert (tmp_path / "scatter.svg").exists()
+    capsys.readouterr()
+    bench.main(["--out", str(tmp_path), "--only", "equal"])
+    assert [r.name for r in bench.load(tmp_path)] == ["torch DDP"], "a new run begins anew"
+
+
+def test_rows_of_several_runs_make_one_table():
     first = [row("equal", "ZeRO-3", 2.2, 2.0, plain_s=1.8, parts=((0, "forward", 1.0, 1.1),)),
              row("equal", bench.CHOSEN, .95, 1.0, plain_s=1.0), row("slow link", "ZeRO-3", 3.0, 4.0)]
     again = [row("slow link", "ZeRO-3", 3.9, 3.0), row("one slow", "ZeRO-3", 5.0, 4.0)]
-    rows = bench.merged(again, json.loads(json.dumps([r._asdict() for r in first])))
+    rows = bench.merged(again, first)
     assert [(r.cluster, r.measured_s) for r in rows] == [("equal", 2.0), ("equal", 1.0), ("one slow", 4.0),
                                                          ("slow link", 3.0)]
     assert rows[0] == first[0]
@@ -203,6 +232,9 @@ def test_rows_of_several_runs_make_one_table():
     assert bench.errors(rows, plain=True) == pytest.approx([0, .1])
     (equal, *_) = bench.summaries(rows)
     assert (equal.tau, equal.behind_best, equal.of_bound) == (1.0, 0.0, 0.5)
+    used = row("three tiers", bench.CHOSEN, 1.0, 2.0, cpu_s=(.5, .13, .26, .11))
+    assert bench.busy(used) == pytest.approx([.5, .25, 1.0, .5])
+    assert bench.summaries([used])[0].of_core == pytest.approx(1.0)
     assert "| equal | ZeRO-3 | 2 s | 2.2 s | +10.0% |" in bench.table(rows)
 
 
@@ -406,6 +438,34 @@ class TestReal:
         calm = train(ALONE, work, CLUSTER, steps=legs[-1].last_step, out_dir=tmp_path / "calm")
         assert calm is not None
         found, expected = Reader(tmp_path / "checkpoints"), Reader(tmp_path / "calm/checkpoints")
+        assert found.state.position == expected.state.position
+        for key in {entry.tensor for entry in expected.index.pieces}:
+            torch.testing.assert_close(found.whole(key, "weights"), expected.whole(key, "weights"), rtol=1e-9,
+                                       atol=1e-12)
+
+    @pytest.mark.slow
+    @pytest.mark.timeout(400)
+    def test_torchruns_agents_recover_from_a_restarted_node_and_take_it_back(self, tmp_path):
+        """The same by torchrun: the search plans each time for what the agents found."""
+        work = job(figures=WIDE, optimizer=Optimizer(lr=1e-4, weight_decay=0.1)).replace(steps=400)
+        work.save(tmp_path / "job.yaml")
+        wanted = cluster(.2, .7)  # the fast node trains, the slow one stands by
+        with Bed.up(wanted) as bed:
+            bed.realised(wanted).save(tmp_path / "cluster.yaml")
+            legs = train_by_torchrun(
+                bed, tmp_path / "cluster.yaml", tmp_path / "job.yaml", tmp_path / "run", steps=400, checkpoint_every=10,
+                schedule=Schedule(faults=(Fault(do="restart", node="n1", at_step=12, until_step=30),)), timeout_s=300)
+            assert not bed.processes()
+        ways = [(leg.nodes, leg.plan.ranks) for leg in legs]
+        assert (ways[0], ways[-1]) == ((("n0", "n1"), (1,)),) * 2
+        assert (("n0",), (0,)) in ways
+        assert "n1" in legs[0].failure
+        for leg, after in pairwise(legs):
+            assert after.first_step == leg.last_step
+        assert legs[-1].last_step == 400
+        calm = train(ALONE, work, CLUSTER, steps=400, out_dir=tmp_path / "calm")
+        assert calm is not None
+        found, expected = Reader(tmp_path / "run/checkpoints"), Reader(tmp_path / "calm/checkpoints")
         assert found.state.position == expected.state.position
         for key in {entry.tensor for entry in expected.index.pieces}:
             torch.testing.assert_close(found.whole(key, "weights"), expected.whole(key, "weights"), rtol=1e-9,

@@ -6,6 +6,7 @@ passes it at the same time shares that capacity. So sharing is written once, her
 
 from __future__ import annotations
 
+from collections.abc import Container
 from functools import cached_property
 from pathlib import Path as FilePath
 from typing import Literal, NamedTuple
@@ -260,6 +261,19 @@ class Cluster(Spec, frozen=True, kw_only=True, dict=True):
         communication share it. None for a GPU, whose transfers take nothing from its computing."""
         return tuple(Port(f"{node.name}:{i}:cpu", d.share * (len(d.cores) or 1) * NS_PER_S) if d.kind == "cpu" else None
                      for node in self.nodes for i, d in enumerate(node.devices))
+
+    def without(self, lost: Container[str]) -> tuple[Cluster, tuple[int, ...]]:
+        """The cluster without these nodes, and its ranks' numbers in this one. InputError if none is left."""
+        kept = [i for i, node in enumerate(self.nodes) if node.name not in lost]
+        if not kept:
+            raise InputError(f"no node of {self.name} is left")
+
+        def some(rows: tuple[tuple[float, ...], ...]) -> tuple[tuple[float, ...], ...]:
+            return tuple(tuple(rows[i][j] for j in kept) for i in kept) if rows else ()
+
+        return self.replace(nodes=tuple(self.nodes[i] for i in kept), node_latency_s=some(self.node_latency_s),
+                            node_matrix_Bps=some(self.node_matrix_Bps)), tuple(
+                                r for i in kept for r in self.ranks_of_node[i])
 
     def path(self, a: int, b: int) -> Path:
         """The way from rank `a` to rank `b`; ports in the order in which they are passed."""

@@ -15,6 +15,7 @@ import click
 from mixfleet.cli.calibrate import calibrate
 from mixfleet.cli.compare import compare
 from mixfleet.cli.discover import discover
+from mixfleet.cli.elastic import elastic
 from mixfleet.cli.export import export
 from mixfleet.cli.fit import fit
 from mixfleet.cli.plan import plan
@@ -53,7 +54,8 @@ def cli() -> None:
     """
 
 
-for _command in (discover, show, fit, schedules, predict, plan, train, compare, export, validate, calibrate, testbed):
+for _command in (discover, show, fit, schedules, predict, plan, train, elastic, compare, export, validate, calibrate,
+                 testbed):
     cli.add_command(_command)
 
 

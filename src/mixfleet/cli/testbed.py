@@ -96,6 +96,31 @@ def _everywhere(bed: Testbed, command: tuple[str, ...]) -> int:
     return max((abs(int(r.returncode)) for r in ranks if r.returncode != -15), default=0)
 
 
+@testbed.command(context_settings={"ignore_unknown_options": True})
+@click.argument("id")
+@click.argument("node")
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True)
+def enter(id: str, node: str, command: tuple[str, ...]) -> None:
+    """Become a program at a seat of NODE of the testbed ID: `testbed enter ID slow -- python script.py`.
+
+    Of several seats of a node, LOCAL_RANK says which, as torchrun sets it.
+    """
+    import os
+
+    from mixfleet.testbed import Testbed
+
+    bed = Testbed.named(id)
+    bed.wire(node)
+    seats, local = [s for s in bed.layout.seats if s.node == node], int(os.environ.get("LOCAL_RANK", "0"))
+    if local >= len(seats):
+        raise InputError(f"LOCAL_RANK is {local}; node {node} has {len(seats)} seats")
+    bed.enter(seats[local].rank)
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        raise InputError(f"cannot start {command[0]}: {error.strerror}") from None
+
+
 @testbed.command()
 @cluster_argument
 @click.argument("job", type=EXISTING)
@@ -106,21 +131,31 @@ def _everywhere(bed: Testbed, command: tuple[str, ...]) -> int:
 @click.option("--faults", type=EXISTING, help="Schedule of faults while it trains.")
 @click.option("--patience", type=click.FloatRange(0, min_open=True),
               help="Seconds, beyond a step, without a sign of life or in one action, after which a rank is lost [8].")
+@click.option("--launcher", type=click.Choice(["own", "torchrun"]), default="own", show_default=True,
+              help="Who finds out what is lost and starts anew: one process that watches all ranks, or an elastic "
+                   "agent of torchrun on every node.")
 @json_option
 def train(cluster: Path, job: Path, emulate: bool, out: Path, steps: int | None, checkpoint_every: int,
-          faults: Path | None, patience: float | None, as_json: bool) -> None:
+          faults: Path | None, patience: float | None, launcher: str, as_json: bool) -> None:
     """Plan and train JOB on the testbed of CLUSTER; after a loss, go on with what is left, until it is back."""
     from mixfleet.job import Job
     from mixfleet.testbed import faults as trouble
-    from mixfleet.testbed.elastic import PATIENCE_S, train_elastically
+    from mixfleet.testbed.elastic import PATIENCE_S, train_by_torchrun, train_elastically
 
     loaded, schedule = Job.load(job), trouble.Schedule.load(faults) if faults else None
     bed, wanted = _make(cluster, emulate)
     assert bed is not None
     with bed:
-        legs = train_elastically(bed, bed.realised(wanted), loaded, out, steps=steps or loaded.steps, base=job.parent,
-                                 checkpoint_every=checkpoint_every, schedule=schedule, say=progress,
-                                 patience_s=patience or PATIENCE_S)
+        real, last = bed.realised(wanted), steps or loaded.steps
+        if launcher == "torchrun":
+            out.mkdir(parents=True, exist_ok=True)
+            real.save(out / "cluster.yaml", header=bed.state.note)
+            legs = train_by_torchrun(bed, out / "cluster.yaml", job, out, steps=last, schedule=schedule, say=progress,
+                                     checkpoint_every=checkpoint_every, patience_s=patience or PATIENCE_S)
+        else:
+            legs = train_elastically(bed, real, loaded, out, steps=last, base=job.parent, schedule=schedule,
+                                     checkpoint_every=checkpoint_every, say=progress,
+                                     patience_s=patience or PATIENCE_S)
     if as_json:
         emit_json(legs)
         return

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from mixfleet.run.metrics import StepMetrics
     from mixfleet.sim import Prediction
 
-METRICS = "metrics.jsonl"
-
 
 class Seats(NamedTuple):
     """Where a testbed's ranks run and meet, how long beyond a step one may be silent, and who hears of steps."""
@@ -74,7 +72,7 @@ def train(seats: Seats | None, plan: Path, job: Path | None, cluster: Path | Non
     """Train by PLAN: starts local processes, or runs as one of the processes of torchrun."""
     from mixfleet.report import chrome, results
     from mixfleet.run import train as run
-    from mixfleet.run.metrics import Reporter
+    from mixfleet.run.metrics import METRICS, Reporter
     from mixfleet.sim import predict
 
     loaded = load_plan(plan, job, cluster)

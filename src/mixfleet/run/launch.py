@@ -236,6 +236,15 @@ def _under_torchrun(plan: Plan, job: Job, cluster: Cluster, source: Source | Non
     if world != len(plan.ranks):
         raise InputError(f"torchrun started {world} processes; the plan has {len(plan.ranks)} ranks. On each node: "
                          + "; ".join(c for _, c in torchrun_commands(plan, cluster, ["PLAN"])))
+    return as_process(plan, job, cluster, process, options, base=base, source=source, tell=listener)
+
+
+def as_process(plan: Plan, job: Job, cluster: Cluster, process: int, options: Options, *, base: Path,
+               source: Source | None = None, tell: Callable[[Any], None] | None = None,
+               on_step: Callable[[StepMetrics], None] | None = None, store: Any = None,
+               stop: Callable[[], bool] | None = None) -> TrainResult | None:
+    """Be process `process` of a run that others have started. They meet at `store`, by default where the variables of
+    `env://` say; `stop` says whether this one was asked to stop, by default by a signal. Raises as `train` does."""
     from mixfleet.run import worker
 
     keep_memory()
@@ -245,7 +254,8 @@ def _under_torchrun(plan: Plan, job: Job, cluster: Cluster, source: Source | Non
         os._exit(1)
 
     try:
-        return worker.run(plan, job, cluster, _source(source, job, base), options, process, listener, give_up)
+        return worker.run(plan, job, cluster, _source(source, job, base), options, process,
+                          tell or _Listener(options, on_step), give_up, store=store, stop=stop)
     except InputError:
         raise
     except Exception as error:

@@ -14,6 +14,8 @@ from mixfleet.files import write_text
 from mixfleet.spec import Spec
 from mixfleet.units import show_bytes, show_count, show_seconds
 
+METRICS = "metrics.jsonl"
+"""The file in a run's folder."""
 _LINE_EVERY_S = 1.0
 
 

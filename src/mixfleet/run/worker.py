@@ -446,30 +446,35 @@ def train_loop(rank: Rank, options: Options, tell: Tell, stop: Callable[[], bool
 
 def run(plan: Plan, job: Job, cluster: Cluster, source: Source, options: Options, process: int, tell: Tell,
         give_up: Callable[[str], None], *,
-        init_method: str = "env://", local: bool = False) -> TrainResult | None:
+        init_method: str = "env://", local: bool = False, store: Any = None,
+        stop: Callable[[], bool] | None = None) -> TrainResult | None:
     """Be process `process` of a run, from start to end. With `local`, the parent process looks after interrupts.
 
-    `give_up` is told, from another thread, in what this rank has waited longer than `options.patience_s`.
+    Processes meet at `store`, if it is given, else by `init_method`. `stop`, if given, says whether this one is asked
+    to stop; else SIGTERM and SIGINT do. `give_up` is told, from another thread, in what this rank has waited longer
+    than `options.patience_s`.
     """
     asked = [False]
 
     def ask(signum: int, frame: Any) -> None:
         asked[0] = True
 
-    signal.signal(signal.SIGTERM, ask)
-    signal.signal(signal.SIGINT, signal.SIG_IGN if local else ask)
+    if stop is None:
+        signal.signal(signal.SIGTERM, ask)
+        signal.signal(signal.SIGINT, signal.SIG_IGN if local else ask)
     spec = cluster.devices[plan.ranks[process]]
     if spec.cores and hasattr(os, "sched_setaffinity"):
         with suppress(OSError):
             os.sched_setaffinity(0, spec.cores)
     torch.set_num_threads(len(spec.cores) or 1)
     device = pick_device(cluster, plan.ranks[process])
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", init_method=init_method,
-                            rank=process, world_size=len(plan.ranks), timeout=_TIMEOUT)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", store=store,
+                            init_method=None if store else init_method, rank=process, world_size=len(plan.ranks),
+                            timeout=_TIMEOUT)
     rank = Rank(apart(plan) if options.balance_every else plan, job, cluster, source, process)
     rank.start(*(Path(given) if given else None for given in (options.resume, options.init_from)))
     watch = Watch(rank.interpreter, options.patience_s, give_up)
-    result = train_loop(rank, options, tell, lambda: asked[0])
+    result = train_loop(rank, options, tell, stop or (lambda: asked[0]))
     dist.barrier()
     watch.close()
     rank.close()

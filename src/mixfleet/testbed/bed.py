@@ -78,16 +78,21 @@ class Enter(Spec, frozen=True, kw_only=True):
 
     def __call__(self, rank: int) -> None:
         seat = self.seats[rank]
-        with open(f"/run/netns/{seat.namespace}") as file:
-            if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET):
-                raise OSError(ctypes.get_errno(), f"cannot enter network namespace {seat.namespace}")
+        self.outside(rank)
         for path in self.groups[rank]:
             Path(path).write_text(str(os.getpid()))
         if seat.cores:
             os.sched_setaffinity(0, seat.cores)
-        os.environ |= self.environment
         if self.throttle and seat.quota:
             _companion(os.getpid(), seat.quota)
+
+    def outside(self, rank: int) -> None:
+        """To the network of its node only: no quota, no limit, no core."""
+        seat = self.seats[rank]
+        with open(f"/run/netns/{seat.namespace}") as file:
+            if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), f"cannot enter network namespace {seat.namespace}")
+        os.environ |= self.environment
 
     @property
     def environment(self) -> dict[str, str]:
@@ -277,6 +282,11 @@ class Testbed:
                 found |= {int(pid) for pid in run.stdout.split()}
         return sorted(found - {os.getpid()})
 
+    def inhabitants(self, node: str) -> list[int]:
+        """Numbers of all processes in a node's network, those outside of its seats among them."""
+        run = subprocess.run(["ip", "netns", "pids", self.layout.nodes[node]], capture_output=True, text=True)
+        return [int(pid) for pid in run.stdout.split()]
+
     def set_quota(self, rank: int, quota: float) -> None:
         """Part of a core that a rank gets from now on; 0 is no limit."""
         if not self.state.cpu:
@@ -284,12 +294,17 @@ class Testbed:
         group = Path(self.state.cpu, f"r{rank}")
         period = period_us(quota or 1.0)
         mine = round(quota * period) if quota else -1
+        burst = Path(group, "cpu.max.burst" if self.support.unified else "cpu.cfs_burst_us")
+        if burst.exists():  # must not be above the quota at any time
+            burst.write_text("0")
         if self.support.unified:
             Path(group, "cpu.max").write_text(f"{mine if quota else 'max'} {period}")
         else:
             Path(group, "cpu.cfs_quota_us").write_text("-1")
             Path(group, "cpu.cfs_period_us").write_text(str(period))
             Path(group, "cpu.cfs_quota_us").write_text(str(mine))
+        if quota and burst.exists():  # what others on the core kept a rank from using, it may use one period later
+            burst.write_text(str(mine))
 
     @contextmanager
     def unthrottled(self) -> Iterator[Callable[[], None]]:

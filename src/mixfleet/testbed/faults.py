@@ -85,9 +85,9 @@ def strike(bed: Testbed, fault: Fault) -> None:
             bed.set_rate(fault.node, parse_rate(fault.rate))
         case "restart":
             bed.set_link(fault.node, False)
-            for seat in bed.layout.seats:
-                if seat.node == fault.node:
-                    _signal(bed, seat.rank, signal.SIGKILL)
+            for pid in bed.inhabitants(fault.node):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
 
 def undo(bed: Testbed, fault: Fault) -> None:
