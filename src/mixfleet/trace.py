@@ -136,12 +136,17 @@ def by_category(trace: Trace) -> dict[int, dict[str, float]]:
 
 def utilization(trace: Trace) -> dict[int, float]:
     """Fraction of the steps in which each device computes."""
+    known: dict[int, float] | None = trace.__dict__.get("_utilization")
+    if known is not None:
+        return known
     whole = sum(b - a for a, b in trace.steps_ns)
     busy: dict[int, list[tuple[int, int]]] = {d: [] for d in trace.devices}
     for span in trace.spans:
         if span.category in COMPUTE:
             busy[span.device].append((span.start_ns, span.end_ns))
-    return {device: _length(_union(spans)) / whole if whole else 0.0 for device, spans in busy.items()}
+    found = {device: _length(_union(spans)) / whole if whole else 0.0 for device, spans in busy.items()}
+    trace.__dict__["_utilization"] = found
+    return found
 
 
 def exposed(trace: Trace) -> dict[int, dict[str, float]]:

@@ -9,6 +9,7 @@ block takes what the slower of the two needs. Measured `BlockTime`s of a device 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from math import inf
 from typing import Literal, NamedTuple
@@ -208,7 +209,7 @@ def _learned_s(op: Op, size: tuple[int, int, float, float], device: Device, dtyp
         part = 1.0
         if products:
             dtype, part = shortened(products, device)
-        forward, inputs, weights = _products_s(*(shape[x] for x in ("batch", "m", "n", "k")), device, dtype, part)
+        forward, inputs, weights = _products_s(shape["batch"], shape["m"], shape["n"], shape["k"], device, dtype, part)
         flops = op.flops.at(*size)
         passes = op.backward_flops.at(*size) / flops if flops else 0.0
         return forward, inputs * min(passes, 1) + weights * max(passes - 1, 0)
@@ -221,14 +222,53 @@ def _learned_s(op: Op, size: tuple[int, int, float, float], device: Device, dtyp
     return None
 
 
-@lru_cache(maxsize=100_000)
+_Product = tuple[float, float, float, float, Device, str, float]
+"""batch, m, n, k, device, type, and what part inner dimensions are of what they would be."""
+_PRODUCTS: dict[_Product, tuple[float, float, float]] = {}
+
+
 def _products_s(batch: float, m: float, n: float, k: float, device: Device, dtype: str,
                 part: float = 1.0) -> tuple[float, float, float]:
     """Seconds of C = A B and of the gradients of A and B; inner dimensions are `part` of what they are."""
-    inner = [max(1.0, part * x) for x in (k, n, m)]
-    times = query.gemm([m, m, k], [n, k, n], inner, device, batch=batch, dtype=dtype)
-    first, second, third = np.maximum(times.time_s - times.floor_s, times.ceiling_s)
-    return float(first), float(second), float(third)
+    key = (batch, m, n, k, device, dtype, part)
+    if key not in _PRODUCTS:
+        _answer([key])
+    return _PRODUCTS[key]
+
+
+def _answer(products: Sequence[_Product]) -> None:
+    """Remembers the seconds of products, all on one device and in one type."""
+    device, dtype = products[0][4:6]
+    rows = [(batch, a, b, max(1.0, part * inner)) for batch, m, n, k, _, _, part in products
+            for a, b, inner in ((m, n, k), (m, k, n), (k, n, m))]
+    batch, m, n, k = (list(column) for column in zip(*rows))
+    times = query.gemm(m, n, k, device, batch=batch, dtype=dtype)
+    seconds = np.maximum(times.time_s - times.floor_s, times.ceiling_s).reshape(-1, 3).tolist()
+    if len(_PRODUCTS) > MOST_PRODUCTS:
+        _PRODUCTS.clear()
+    _PRODUCTS.update({key: (one[0], one[1], one[2]) for key, one in zip(products, seconds)})
+
+
+def foresee(job: Job, device: Device, shapes: Iterable[tuple[int, int, int]]) -> None:
+    """Works out many products of the model at once, which takes a fraction of the time that they take one by one.
+
+    `shapes` are (micro-batch, sequence length, tensor degree). Nothing changes but when answers are made; those in
+    narrow types are made one by one."""
+    dtype = compute_dtype(device, job.precision)
+    if job.products or device.kind != "gpu" or "gemm" in device.efficiency or dtype not in _LEARNED:
+        return
+    ops = [op for block in {b.kind: b for b in job.model.blocks}.values() for op in block.ops if op.kind == "gemm"]
+    sizes = ((op, (b, s, float(t), 1.0)) for b, s, t in shapes for op in ops)
+    wanted = ([max(1.0, op.shape[x].at(*size)) for x in ("batch", "m", "n", "k")] for op, size in sizes)
+    products: dict[_Product, None] = dict.fromkeys((*one, device, dtype, 1.0) for one in wanted)  # type: ignore[misc]
+    new = [product for product in products if product not in _PRODUCTS]
+    for start in range(0, len(new), TOGETHER):
+        _answer(new[start:start + TOGETHER])
+
+
+TOGETHER = 21
+"""Products in one question: with their gradients, as many rows as the learned layer evaluates at once."""
+MOST_PRODUCTS = 100_000
 
 
 @lru_cache(maxsize=100_000)

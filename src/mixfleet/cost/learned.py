@@ -10,9 +10,10 @@ and three effective factors (chip, DRAM, floor), fitted where it was measured an
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import cache
 from importlib import resources
+from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 from zipfile import BadZipFile
@@ -328,10 +329,10 @@ class Layer(NamedTuple):
     """All coefficients."""
 
     groups: dict[str, Group]
-    forests: dict[str, Forest]
+    forests: MutableMapping[str, Forest]
     """Of log(time / bound)."""
     relatives: dict[str, Relatives]
-    spreads: dict[str, Forest] = {}
+    spreads: MutableMapping[str, Forest] = {}
     """Of the logarithm of the expected size of the error."""
 
 
@@ -394,20 +395,48 @@ def _load(path: Path | None) -> Layer:
     source = path or resources.files("mixfleet.catalog").joinpath(FILE)
     if not source.is_file():
         raise InputError("there are no such coefficients; `mixfleet calibrate fit` makes them", where=str(source))
-    with source.open("rb") as file, _arrays(file, str(source)) as arrays:
+    data = source.read_bytes()
+    with _arrays(data, str(source)) as arrays:
         version = int(arrays["version"]) if "version" in arrays else 0
         if version != VERSION:
             raise InputError(f"coefficients of version {version}, this code needs {VERSION}; make them anew with "
                              "`mixfleet calibrate fit`", where=str(source))
         head = msgspec.json.decode(arrays["head"].tobytes(), type=dict[str, Any])
-        groups = {name: msgspec.convert(value, Group) for name, value in head["groups"].items()}
-        forests, spreads = ({name: _forest(arrays, f"{name}.{what}") for name in groups} for what in PARTS)
-        return Layer(groups, forests, {name: Relatives(*value) for name, value in head["relatives"].items()}, spreads)
+    groups = {name: msgspec.convert(value, Group) for name, value in head["groups"].items()}
+    forests, spreads = (_Forests(data, str(source), groups, what) for what in PARTS)
+    return Layer(groups, forests, {name: Relatives(*value) for name, value in head["relatives"].items()}, spreads)
 
 
-def _arrays(file: Any, where: str) -> Any:
+class _Forests(MutableMapping[str, Forest]):
+    """Those of a file, each unpacked when it is asked for: a prediction needs few of them."""
+
+    def __init__(self, data: bytes, where: str, names: Iterable[str], what: str) -> None:
+        self._data, self._where, self._what = data, where, what
+        self._known: dict[str, Forest | None] = dict.fromkeys(names)
+
+    def __getitem__(self, name: str) -> Forest:
+        found = self._known[name]
+        if found is None:
+            with _arrays(self._data, self._where) as arrays:
+                found = self._known[name] = _forest(arrays, f"{name}.{self._what}")
+        return found
+
+    def __setitem__(self, name: str, forest: Forest) -> None:
+        self._known[name] = forest
+
+    def __delitem__(self, name: str) -> None:
+        del self._known[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._known)
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+
+def _arrays(data: bytes, where: str) -> Any:
     try:
-        return np.load(file, allow_pickle=False)
+        return np.load(BytesIO(data), allow_pickle=False)
     except (ValueError, OSError, EOFError, BadZipFile) as error:
         raise InputError(f"not a file of coefficients: {error}", where=where) from None
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, cached_property
 from itertools import pairwise
 from math import ceil, log2
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -148,6 +148,10 @@ class _Way(NamedTuple):
         return self.latency_s + _ready_s(seconds.tolist(), self.fixed_s.tolist()) + float(seconds.max())
 
 
+FEW_PAIRS = 256
+"""Patterns of messages of which `Ports.exchange` remembers the ways."""
+
+
 class Ports:
     """Numbers for the ports of a cluster, and the ways between its ranks. Kept with the cluster from plan to plan.
 
@@ -168,6 +172,7 @@ class Ports:
         self.known: dict[object, Any] = {}
         self._ways: dict[tuple[int, int], tuple[float, tuple[int, ...], str]] = {}
         self._adapters: dict[tuple[int, str], int] = {}
+        self._pairs: dict[tuple[bytes, bytes], tuple[float, Ints, Ints, Ints, list[int]]] = {}
         kinds: dict[object, int] = {}
         devices: dict[Device, int] = {}
         # Levels above the nodes, and ports whose names do not tell their node, are what they are for these nodes only.
@@ -286,25 +291,70 @@ class Ports:
         way: _Way = self.known[key]
         return way.placed(nbytes, first)
 
-    def exchange(self, messages: Mapping[tuple[int, int], float], *, sums: bool = False) -> Loads:
-        """Messages of so many bytes from one rank to another, all at once, each sent directly; with `sums` the
-        receivers add up what arrives."""
-        load, cluster = _Load(self.cluster), self.cluster
-        latency_s = max([load.hop(a, b, nbytes) for (a, b), nbytes in messages.items() if nbytes], default=0.0)
-        if not load.bytes:
+    @cached_property
+    def _ranks(self) -> tuple[Ints, Ints]:
+        """Per rank its node, and a number for its place: equal ones are equal places in equal nodes."""
+        numbers: dict[tuple[int, int], int] = {}
+        node_of, local_of = self.cluster.node_of, self.cluster.local_of
+        places = [numbers.setdefault((self._kind[i], local), len(numbers)) for i, local in zip(node_of, local_of)]
+        return np.array(node_of, np.int64), np.array(places, np.int64)
+
+    def exchange(self, src: Ints, dst: Ints, nbytes: Floats, *, sums: bool = False) -> Loads:
+        """Messages of so many bytes from one rank to another, one for each pair, all at once and each sent directly;
+        with `sums` the receivers add up what arrives."""
+        some = nbytes > 0
+        if not some.any():
             return NO_LOADS
-        ranks = {rank for pair in messages for rank in pair}
-        kinds = {cluster.devices[rank].kind for rank in ranks}
-        latency_s += COLLECTIVE_S["cpu" if kinds == {"cpu"} else "gpu"]
-        for (a, b), part in messages.items():
-            if part:
-                load.work(a, part, 1)
-                load.work(b, part, 1, part if sums else 0.0)
-        ports, fixed = np.fromiter(load.bytes, np.int64), np.array([load.fixed.get(p, 0.0) for p in load.bytes])
-        nbytes = np.fromiter(load.bytes.values(), float) + fixed
-        capacities = np.array([self.capacities[p] for p in load.bytes])
-        latency_s += _ready_s((nbytes / capacities).tolist(), (fixed / capacities).tolist()) if load.fixed else 0.0
-        return Loads(latency_s, ports, nbytes, nbytes / capacities, _turn_s(ranks, cluster))
+        if not some.all():
+            src, dst, nbytes = src[some], dst[some], nbytes[some]
+        key = src.tobytes(), dst.tobytes()
+        if key not in self._pairs:
+            if len(self._pairs) == FEW_PAIRS:
+                self._pairs.clear()
+            self._pairs[key] = self._analysed(src, dst)
+        latency_s, numbers, which, near, ranks = self._pairs[key]
+        load, cores = _Load(self.cluster), self.cluster.core_of
+        for rank, sent in _totals(src[near], nbytes[near]) if len(near) else ():
+            load.loopback(rank, sent)
+        for rank in (r for r in ranks if cores[r]):
+            out, into = nbytes[src == rank], nbytes[dst == rank]
+            load.work(rank, float(out.sum() + into.sum()), len(out) + len(into), float(into.sum()) * sums)
+        total = np.bincount(numbers, nbytes[which], len(self.names)).astype(float)
+        fixed = np.zeros(len(total))
+        for port, n in load.bytes.items():
+            total[port] += n
+        for port, work in load.fixed.items():
+            fixed[port] = work
+        total += fixed
+        ports = np.flatnonzero(total)
+        total, fixed = total[ports], fixed[ports]
+        capacities = np.array([self.capacities[p] for p in ports.tolist()])
+        latency_s += _ready_s((total / capacities).tolist(), (fixed / capacities).tolist()) if load.fixed else 0.0
+        return Loads(latency_s, ports, total, total / capacities, _turn_s(ranks, self.cluster))
+
+    def _analysed(self, src: Ints, dst: Ints) -> tuple[float, Ints, Ints, Ints, list[int]]:
+        """Of messages between pairs of ranks, whatever their bytes: latency; the numbers of ports and, for each, the
+        message that passes it; the messages that go through a node's memory; and all ranks."""
+        cluster, (node, place) = self.cluster, self._ranks
+        # Pairs of equal places, in one node or in two, pass equal ports, so one way is asked for all of them.
+        like = (place[src] * (int(place.max()) + 1) + place[dst]) * 2 + (node[src] == node[dst])
+        order = np.argsort(like, kind="stable")
+        latency_s, numbers, which, near = 0.0, [], [], []
+        for pairs in np.split(order, np.flatnonzero(np.diff(like[order])) + 1):
+            a, b = int(src[pairs[0]]), int(dst[pairs[0]])
+            found_s, ports, level = self.way(a, b)
+            latency_s = max(latency_s, found_s)
+            for port in ports:
+                home, offset = divmod(port, self._stride)
+                ends = src if home == node[a] else dst if home == node[b] else None
+                numbers.append(np.full(len(pairs), port) if ends is None else node[ends[pairs]] * self._stride + offset)
+                which.append(pairs)
+            if level == "node" and _staged(cluster.devices[a]):
+                near.append(pairs)
+        ranks = np.unique(np.concatenate((src, dst))).tolist()
+        latency_s += COLLECTIVE_S["cpu" if {cluster.devices[rank].kind for rank in ranks} == {"cpu"} else "gpu"]
+        return (latency_s, np.concatenate(numbers), np.concatenate(which),
+                np.sort(np.concatenate(near)) if near else np.zeros(0, np.int64), ranks)
 
     def named(self, loads: Loads) -> Transfer:
         """With the names of the ports."""
@@ -336,7 +386,13 @@ def exchange(messages: Mapping[tuple[int, int], float], cluster: Cluster, *, sum
     """Messages of so many bytes from one rank to another, all at once, each sent directly; with `sums` the receivers
     add up what arrives."""
     ports = Ports.of(cluster)
-    return ports.named(ports.exchange(messages, sums=sums))
+    return ports.named(ports.exchange(*in_arrays(messages), sums=sums))
+
+
+def in_arrays(messages: Mapping[tuple[int, int], float]) -> tuple[Ints, Ints, Floats]:
+    """Senders, receivers and bytes of messages between pairs of ranks."""
+    pairs = np.array(list(messages), np.int64).reshape(-1, 2)
+    return pairs[:, 0], pairs[:, 1], np.fromiter(messages.values(), float)
 
 
 def collective(op: CollectiveOp, nbytes: float, ranks: Sequence[int], cluster: Cluster,
@@ -436,6 +492,17 @@ class _Shape(NamedTuple):
         return [self.by(PROTOCOLS[name], own) for name in near]
 
 
+def _staged(device: Device) -> bool:
+    """Whether messages inside a node go through its memory."""
+    return device.kind == "cpu" or device.known_as.startswith(STAGED)
+
+
+def _totals(ranks: Ints, nbytes: Floats) -> list[tuple[int, float]]:
+    """The sum for each rank."""
+    found, index = np.unique(ranks, return_inverse=True)
+    return list(zip(found.tolist(), np.bincount(index, nbytes).tolist()))
+
+
 class _Load:
     """Adds up bytes per port."""
 
@@ -486,7 +553,7 @@ class _Load:
         """What processes of one machine send each other adds up in its memory, and what cards without peer access do.
         """
         device = self.cluster.devices[rank]
-        if not nbytes or not (device.kind == "cpu" or device.known_as.startswith(STAGED)):
+        if not nbytes or not _staged(device):
             return
         node = self.cluster.nodes[self.cluster.node_of[rank]]
         if device.kind == "cpu":

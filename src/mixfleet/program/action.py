@@ -91,24 +91,20 @@ def boundary(action: Action) -> int:
     return action.hi if action.op in (SEND_ACT, RECV_GRAD, SEND_KEPT) else action.lo
 
 
-_MESSAGES = (SEND_ACT, RECV_ACT, SEND_GRAD, RECV_GRAD, SEND_KEPT, RECV_KEPT)
+_MESSAGES = {op: i for i, op in enumerate((SEND_ACT, RECV_ACT, SEND_GRAD, RECV_GRAD, SEND_KEPT, RECV_KEPT))}
+_STREAMS = {op: (name, 0) for name, ops in (
+    ("gather", (GATHER, RELEASE, PUBLISH)), ("reduce", (REDUCE, SYNC)),
+    ("load", (LOAD_WEIGHTS, FREE_WEIGHTS, LOAD_STATE, FREE_STATE)), ("save", (SAVE_WEIGHTS, SAVE_STATE)),
+    ("host", (PARK_SAVED, LOAD_SAVED, PASS_SAVED))) for op in ops}  # one: what comes back does so behind what went
+_COMPUTE = ("compute", 0)
 
 
 def stream_of(action: Action) -> tuple[str, int]:
     """Stream name and channel. Point-to-point actions have one FIFO channel per seat, block boundary and kind."""
-    if action.op in _MESSAGES:
-        return "p2p", boundary(action) * len(_MESSAGES) + _MESSAGES.index(action.op) + (action.seat << 20)
-    if action.op in (GATHER, RELEASE, PUBLISH):
-        return "gather", 0
-    if action.op in (REDUCE, SYNC):
-        return "reduce", 0
-    if action.op in (LOAD_WEIGHTS, FREE_WEIGHTS, LOAD_STATE, FREE_STATE):
-        return "load", 0
-    if action.op in (SAVE_WEIGHTS, SAVE_STATE):
-        return "save", 0
-    if action.op in (PARK_SAVED, LOAD_SAVED, PASS_SAVED):  # one stream: what comes back does so behind what went
-        return "host", 0
-    return "compute", 0
+    kind = _MESSAGES.get(action.op)
+    if kind is not None:
+        return "p2p", boundary(action) * len(_MESSAGES) + kind + (action.seat << 20)
+    return _STREAMS.get(action.op, _COMPUTE)
 
 
 class Role(Spec, frozen=True, kw_only=True):

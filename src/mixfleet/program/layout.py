@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 
 from mixfleet.model.spec import Model, Param
 from mixfleet.plan import Plan, groups
-from mixfleet.program.action import GATHER, PUBLISH, REDUCE
+from mixfleet.program.action import GATHER, PUBLISH, REDUCE, SYNC
 
 Kind = Literal["weights", "gradients", "optimizer"]
 
@@ -95,7 +95,7 @@ class Reduction(NamedTuple):
     terms: tuple[tuple[int, int, int, int, tuple[int, ...]], ...]
 
 
-_Interval = tuple[int, int, int, list[int], list[int]]
+Interval = tuple[int, int, int, list[int], list[int]]
 """To be summed: (column, lo, hi, contributing ranks, ranks that want the sum)."""
 
 
@@ -450,11 +450,15 @@ class Layout:
 
     def reduces(self, u: int) -> tuple[Reduction, ...]:
         """The stages of hop 1: one, or inside every node, by local index of the owner, then across nodes."""
-        k = self.plan.sharding.hierarchical
-        if not k or not self._reduces(u):
+        if not self.plan.sharding.hierarchical or not self._reduces(u):
             return (self.reduce(u),)
-        inside: list[_Interval] = []
-        across: list[_Interval] = []
+        return tuple(_reduction(parts) for parts in self._staged_parts(u))
+
+    def _staged_parts(self, u: int) -> tuple[list[Interval], list[Interval]]:
+        """What is summed inside the nodes, then across them."""
+        k = self.plan.sharding.hierarchical
+        inside: list[Interval] = []
+        across: list[Interval] = []
         for c, column in enumerate(self.columns(u)):
             for group in self._groups["gradients"]:
                 width = k if len(group) > k else len(group)
@@ -467,7 +471,15 @@ class Layout:
                                        list(column.holders[node[local]])))
                     across.append((c, *piece, [next((rank for rank in column.holders[node[local]] if rank in wants),
                                                     column.holders[node[local]][0]) for node in nodes], wants))
-        return _reduction(inside), _reduction(across)
+        return inside, across
+
+    def summed(self, op: str, u: int) -> tuple[list[Interval], ...]:
+        """What an R or Y action of unit `u` sums, in stages that follow each other, without its moves one by one."""
+        if op == SYNC:
+            return ([part for c in range(len(self.columns(u))) for part in self._sync_parts(u, c)],)
+        if self.plan.sharding.hierarchical and self._reduces(u):
+            return self._staged_parts(u)
+        return (list(self._reduce_parts(u)),)
 
     def _publish(self, u: int) -> tuple[Move, ...]:
         """Updated weights from the owners of the optimizer state to those who hold the weights."""
@@ -485,18 +497,20 @@ class Layout:
 
     def _reduce(self, u: int) -> Reduction:
         """Hop 1: partial gradients of one micro-batch to their owners inside every gradient group."""
-        if not self._reduces(u):
-            return Reduction((), (), ())
-        return _reduction((c, *self.piece("gradients", u, c, k),
-                           [r for q in group for r in column.holders[q]], list(column.holders[k]))
-                          for c, column in enumerate(self.columns(u))
-                          for group in self._groups["gradients"] for k in group)
+        return _reduction(self._reduce_parts(u))
+
+    def _reduce_parts(self, u: int) -> Iterator[Interval]:
+        if self._reduces(u):
+            yield from ((c, *self.piece("gradients", u, c, k),
+                         [r for q in group for r in column.holders[q]], list(column.holders[k]))
+                        for c, column in enumerate(self.columns(u))
+                        for group in self._groups["gradients"] for k in group)
 
     def _sync(self, u: int) -> Reduction:
         """Hop 2: accumulated gradients, summed over the groups, to the owners of the optimizer state."""
         return _reduction(part for c in range(len(self.columns(u))) for part in self._sync_parts(u, c))
 
-    def _sync_parts(self, u: int, c: int) -> Iterator[_Interval]:
+    def _sync_parts(self, u: int, c: int) -> Iterator[Interval]:
         column = self.columns(u)[c]
         kinds: tuple[Kind, ...] = ("gradients", "optimizer") if self._reduces(u) else ("optimizer",)
         points = sorted({x for kind in kinds for k in range(len(self._replicas))
@@ -625,7 +639,7 @@ def _overlap(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
     return max(a[0], b[0]), min(a[1], b[1])
 
 
-def _reduction(parts: Iterable[_Interval]) -> Reduction:
+def _reduction(parts: Iterable[Interval]) -> Reduction:
     """Sums and copies for intervals.
 
     Where several ranks want the sum, each adds up a part of the interval and hands it to the others: that moves as

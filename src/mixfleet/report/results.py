@@ -119,7 +119,7 @@ def search(this: SearchResult) -> list[View]:
     rejections = Table(["rejected", ">candidates"], [[r.reason, f"{r.count:,}"] for r in this.rejections])
     facts = [("" if i else "why", line) for i, line in enumerate(this.why)]
     facts += [("bound by", this.bound),
-              ("upper bound", f"{percent(this.fraction_of_upper_bound)} of what all devices would do alone"),
+              ("upper bound", f"{percent(this.fraction_of_upper_bound)} of what all devices could do"),
               *((f"ranks {ranges(left.devices)}", f"{left.device_name}, left out: {left.reason}. {left.better_use}")
                 for left in this.left_over)]
     return [View(f"best plans by {this.objective}", tables=[_ranking(this.plans)]), View("why plan 1", facts),

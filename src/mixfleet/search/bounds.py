@@ -16,15 +16,18 @@ from typing import NamedTuple
 import numpy as np
 
 from mixfleet.cost.kernels import optimizer_s
-from mixfleet.cost.memory import boundary_bytes
+from mixfleet.cost.memory import allocator_factor, boundary_bytes, framework_bytes
 from mixfleet.cost.network import Floats, Ports, collective_s
 from mixfleet.plan import Chunk, Pipeline, Plan, ScheduleName
 from mixfleet.program.action import GATHER, PUBLISH, REDUCE, SYNC
 from mixfleet.program.layout import Comm, Layout
 from mixfleet.schedule.named import SCHEDULES
+from mixfleet.schedule.properties import held_at_peak
+from mixfleet.search.space import micro_batch_sizes, tensor_degrees
 from mixfleet.search.tables import Sharing, Table, Tables
 from mixfleet.sim.experts import Experts
-from mixfleet.sim.traffic import Entity, shards
+from mixfleet.sim.memory import communicators, static
+from mixfleet.sim.traffic import Entity, exchanges, shards
 
 SLACK = 1 - 1e-4
 """The simulator rounds every part of an action to whole nanoseconds."""
@@ -108,6 +111,47 @@ def upper_samples_per_s(tables: Tables) -> float:
     return total
 
 
+class Whole(NamedTuple):
+    """What follows from sequences being whole."""
+
+    step_s: float
+    devices: float
+    """For each sequence of the batch."""
+    tensor: int
+    """The degree, parts of a sequence included, of the plans that come closest."""
+
+
+def whole_sequences(tables: Tables, contexts: Sequence[int] = (1,)) -> Whole | None:
+    """No synchronous plan on equal devices has a shorter step, memory and what crosses stages and replicas ignored;
+    None where devices are unequal or not more than sequences.
+
+    A micro-batch passes all blocks forward and backward one after another, and some replica has at least as many
+    samples per device as all together have. Each block falls to a tensor degree and a micro-batch; high degrees are
+    better for the first, low ones for the second, so for every weight of the two the sum over blocks of the least
+    weighted mean is a bound. `contexts` are the numbers of parts of a sequence.
+    """
+    job, cluster, devices = tables.job, tables.cluster, len(tables.kind_of)
+    if len(set(tables.kind_of)) > 1 or job.global_batch >= devices:
+        return None
+    node, load = max(cluster.ranks_of_node, key=len), job.global_batch / devices
+    sizes = {*micro_batch_sizes(min(job.global_batch, 16), fine=False), *(m for m in (32, 64) if m <= job.global_batch)}
+    ways: list[tuple[int, dict[str, tuple[float, float]]]] = []
+    for tensor in tensor_degrees(job, len(node)):
+        for context in (c for c in contexts if c * tensor <= devices):
+            degree = tensor * context
+            for sharing in dict.fromkeys((None, Sharing.evenly(job, devices, tensor))):
+                for m in sorted(sizes):
+                    kinds = tables.table(tuple(range(degree)), m, context, sharing).kinds
+                    ways.append((degree, {kind: (n * (f + b), n * (f + b) * degree * load / m)
+                                          for kind, (n, f, b) in kinds.items()}))
+    best = 0.0
+    for part in np.linspace(0, 1, 41).tolist():
+        best = max(best, sum(min(part * way[kind][0] + (1 - part) * way[kind][1] for _, way in ways)
+                             for kind in ways[0][1]))
+    closest = min(ways, key=lambda way: max(sum(column) for column in zip(*way[1].values())))
+    return Whole(best * SLACK, 1 / load, closest[0])
+
+
 def hop_s(tables: Tables, a: Sequence[int], b: Sequence[int], nbytes: int) -> float:
     """Seconds of one micro-batch's message of `nbytes` between two tensor groups, alone."""
     key = ("hop", tuple(a), tuple(b), nbytes)
@@ -174,7 +218,7 @@ def compute_bound_s(tables: Tables, plan: Plan) -> float:
     worst = 0.0
     for p, pipeline in enumerate(plan.pipelines):
         if pipeline.replicated:
-            worst = max(worst, _replicated_bound_s(tables, pipeline, plan))
+            worst = max(worst, *(x.fill_s + x.busy_s + x.drain_s for x in _replicated(tables, pipeline, plan)))
             continue
         whole, rest = divmod(pipeline.samples, pipeline.micro_batch)
         rest = rest if plan.synchronous or not whole else 0
@@ -189,35 +233,49 @@ def compute_bound_s(tables: Tables, plan: Plan) -> float:
     return worst * SLACK
 
 
-def _replicated_bound_s(tables: Tables, pipeline: Pipeline, plan: Plan) -> float:
-    """The same where stages have replicas of their own: each of them is busy with its samples, from when any can have
+class _Staged(NamedTuple):
+    """A stage with replicas of its own, in seconds."""
+
+    fill_s: float
+    """Before any sample can have reached it."""
+    drain_s: float
+    busy_s: float
+    """Of the replica that computes longest."""
+    ready_s: float
+    """Of that time, until the gradient of the topmost block can be ready; 0 where that is not known."""
+
+
+def _replicated(tables: Tables, pipeline: Pipeline, plan: Plan) -> list[_Staged]:
+    """Stages of which some have replicas of their own: each of them is busy with its samples, from when any can have
     reached it until they can have travelled back. Messages are left out."""
-    drains = plan.synchronous and not _splits(plan.schedule)
-    work: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    splits = _splits(plan.schedule)
+    single = plan.synchronous and not any(len(stage.chunks) > 1 for stage in pipeline.stages)
+    found = []
+    fill = drain = 0.0
     for s, stage in enumerate(pipeline.stages):
+        mine, ready = [], 0.0
         for j in range(stage.members):
-            per: dict[int, tuple[float, float]] = {}
-            for n in {*pipeline.sizes(s, j)} - {0}:
+            sizes, per = [n for n in pipeline.sizes(s, j) if n], dict[int, tuple[float, float]]()
+            for n in set(sizes):
                 table = tables.table(stage.ranks(0, j), n)
                 per[n] = (sum(float(table.forward_s[lo, hi]) for lo, hi in stage.chunks),
                           sum(table.backward_of(stage, lo, hi) for lo, hi in stage.chunks))
-            work[s, j] = [per[n] for n in pipeline.sizes(s, j) if n]
-    fill = drain = worst = 0.0
-    for s, stage in enumerate(pipeline.stages):
-        mine = [work[s, j] for j in range(stage.members)]
-        worst = max(worst, fill + drain + max(sum(f + b for f, b in one) for one in mine))
-        if plan.synchronous and not any(len(x.chunks) > 1 for x in pipeline.stages):
+            mine.append([per[n] for n in sizes])
+            if sizes and single and not splits and plan.accumulation == "plain":
+                lo, hi = stage.blocks
+                below = tables.table(stage.ranks(0, j), sizes[-1]).backward_of(stage, lo, hi - 1) if hi - lo > 1 else 0
+                ready = max(ready, sum(f + b for f, b in mine[-1]) - below)
+        found.append(_Staged(fill, drain, max(sum(f + b for f, b in one) for one in mine), ready))
+        if single:
             fill += min(f for one in mine for f, _ in one)
-            drain += min(b for one in mine for _, b in one) if drains else 0.0
-    return worst
+            drain += 0.0 if splits else min(b for one in mine for _, b in one)
+    return found
 
 
 def bound_s(tables: Tables, plan: Plan) -> float:
     """Bound from computing, then from the streams of state: one transfer after another, and ports that they share."""
     worst = compute_bound_s(tables, plan)
     if not plan.synchronous:  # gradients and optimizer steps of one update pass while another one computes
-        return worst
-    if any(pipeline.replicated for pipeline in plan.pipelines):
         return worst
     layout = Layout(plan, tables.job.model)
     starts = {pipe: k for k, (pipe, _) in reversed(list(enumerate(plan.replicas)))}
@@ -227,6 +285,14 @@ def bound_s(tables: Tables, plan: Plan) -> float:
         plan.sharding, plan.expert, plan.expert_shares, tuple([(pipe.copies, pipe.context, tuple([
             (one.devices, one.tensor, one.chunks) for one in pipe.stages])) for pipe in plan.pipelines])), {})
     for p, pipeline in enumerate(plan.pipelines):
+        if pipeline.replicated:
+            for s, own in enumerate(_replicated(tables, pipeline, plan)):
+                units, prices = layout.units_of_stage(p, s), _Prices(tables, layout, plan, p, s, known)
+                sync = prices.total(SYNC, units)
+                if sync.seconds:
+                    worst = max(worst, (own.fill_s + own.ready_s + sync.seconds) * SLACK)
+                tails.append(sum(prices.step_s(u, starts[p]) for u in units))
+            continue
         sizes = pipeline.micro_batches
         first, last = (pipeline_flow(tables, plan, p, m) for m in (sizes[0], sizes[-1]))
         for s, stage in enumerate(pipeline.stages):
@@ -255,6 +321,33 @@ def bound_s(tables: Tables, plan: Plan) -> float:
             worst = max(worst, 2 * k * gather.seconds * SLACK, ports * SLACK)
             tails.append(max(sum(prices.step_s(u, starts[p]) for u in units), publish.seconds))
     return worst + max(tails) * SLACK
+
+
+def too_full(tables: Tables, plan: Plan) -> dict[tuple[int, int], str]:
+    """Stages, as (pipeline, stage), that cannot fit, with the device that lacks memory: its state and the activations
+    that the order of its steps makes it hold at once are too much. Empty where that is not known beforehand."""
+    if plan.shared or plan.accumulation == "layered" or not plan.synchronous or plan.schedule == "roundpipe":
+        return {}
+    job, devices = tables.job, tables.cluster.devices
+    layout, found = Layout(plan, job.model), dict[tuple[int, int], str]()
+    for p, pipeline in enumerate(plan.pipelines):
+        orders, chain = pipeline.orders(plan.schedule), pipeline.chain
+        for s, stage in enumerate(pipeline.stages):
+            held = held_at_peak(orders[s])
+            for j in range(stage.members):
+                post = plan.posts(p, s, 0, j)[-1]
+                sizes = [n for n in pipeline.sizes(s, j) if n]
+                if not sizes or devices[post].kind == "cpu":  # those keep what is offloaded as well
+                    continue
+                ranks = stage.devices[:pipeline.context * stage.tensor] if stage.members == 1 else stage.ranks(0, j)
+                table = tables.table(ranks, min(sizes), pipeline.context,
+                                     sharing(tables, plan, p, s) if plan.expert > 1 else None)
+                apart = stage.offload_blocks or (stage.members > 1 and pipeline.in_turn)
+                kept = 0.0 if apart else sum(n * table.saved_of(stage, *chain[k][:2]) for k, n in held.items())
+                taken = (sum(static(layout, job, post)) + kept) * allocator_factor(devices[post]) * SLACK
+                if taken + framework_bytes(devices[post], communicators(plan, p, s)) > devices[post].memory_bytes:
+                    found[p, s] = devices[post].name
+    return found
 
 
 class Busy(NamedTuple):
@@ -312,8 +405,10 @@ class _Prices:
     def _price(self, op: str, u: int) -> Busy:
         layout, cluster, sizes = self._layout, self._tables.cluster, self._tables.job.bytes
         loads = np.zeros(1)
-        if layout.irregular:  # collectives bound nothing there
+        if self._plan.shared:  # whose seats exchange with each other
             return Busy(0.0, loads)
+        if layout.irregular:
+            return self._exchanged(op, u)
         element_bytes = sizes.weight_bytes if op in (GATHER, PUBLISH) else sizes.gradient_bytes
         alone = sum(collective_s(c.op, self._least(op, u, i, c) * element_bytes, c.ranks, cluster)
                     for i, c in enumerate(layout.comms(op, u, self._rank)))
@@ -324,6 +419,20 @@ class _Prices:
                 for side in range(len(self._group_of[rank])):
                     ranks = tuple(self._group_of[r][side] for r in c.ranks)
                     found = self._ports.loads(c.op, c.elements * element_bytes, ranks)
+                    loads = _plus(loads, np.bincount(found.ports, found.seconds).astype(float))
+        return Busy(alone, loads)
+
+    def _exchanged(self, op: str, u: int) -> Busy:
+        """Where state moves piece by piece: the exchanges in which the rank is, one after another, each alone."""
+        alone, loads = 0.0, np.zeros(1)
+        blocks = self._layout.units[u].blocks
+        posts = [self._plan.posts(p, s, r, member) for p, r in self._plan.replicas
+                 for s, stage in enumerate(self._plan.pipelines[p].stages) if any(map(stage.holds, blocks))
+                 for member in range(stage.members)]
+        for groups in exchanges(self._layout, self._tables.job, self._ports, op, u, posts):
+            for members, found in groups:
+                alone += found.alone_s if any(self._rank in posts[m] for m in members) else 0.0
+                if len(found.ports):
                     loads = _plus(loads, np.bincount(found.ports, found.seconds).astype(float))
         return Busy(alone, loads)
 

@@ -9,11 +9,11 @@ from statistics import fmean
 from mixfleet.batching import steps_of
 from mixfleet.job import Job
 from mixfleet.plan import Pipeline, Plan, Sharding
-from mixfleet.search.bounds import upper_samples_per_s
+from mixfleet.search.bounds import Whole, upper_samples_per_s, whole_sequences
 from mixfleet.search.finder import TRIED, Search
 from mixfleet.search.miss import nearest_miss
 from mixfleet.search.result import Alternative, LeftOver, Ranked, SearchResult
-from mixfleet.search.space import Team, shapes, tensor_degrees
+from mixfleet.search.space import Team, context_degrees, shapes, tensor_degrees
 from mixfleet.search.tables import Pieces, Tables
 from mixfleet.search.uneven import stranded
 from mixfleet.search.variants import is_deep, is_replicated, laid
@@ -23,7 +23,10 @@ from mixfleet.units import show_bytes, show_seconds
 
 def explain(search: Search, top: int, exact: bool) -> SearchResult:
     """The answer of a finished search."""
-    upper = _upper_samples_per_s(search)
+    alone, whole = _upper_samples_per_s(search), None
+    if not steps_of(search.job) and alone:
+        whole = whole_sequences(search.tables, context_degrees(search.job, len(search.cluster.devices)))
+    upper = min(alone, search.job.global_batch / whole.step_s) if whole else alone
     ranking = search.scored()[:top]
     judged = _alternatives(search)
     if not exact:  # an alternative may be better than all templates; and other families tell more than variants
@@ -39,7 +42,7 @@ def explain(search: Search, top: int, exact: bool) -> SearchResult:
     plans = tuple(Ranked(plan=_named(search, plan, i), prediction=search.found[plan], relative=score / best_score,
                          summary=summary(search, plan)) for i, (score, _, plan) in enumerate(ranking))
     return result.replace(
-        plans=plans, why=tuple(_why(search, plans, others, upper)), bound=search.found[best].bound,
+        plans=plans, why=tuple(_why(search, plans, others, alone, whole)), bound=search.found[best].bound,
         alternatives=tuple(other for other, _ in others),
         fraction_of_upper_bound=search.found[best].samples_per_s / upper,
         left_over=tuple(_left_over(search, best)),
@@ -142,11 +145,13 @@ def _difference(a: Prediction, b: Prediction) -> str:
     return f"mostly {worst} (+{show_seconds(lost[worst])} per step and device)" if lost[worst] > 0 else ""
 
 
-def _why(search: Search, plans: Sequence[Ranked], others: Sequence[Judged], upper: float) -> Iterable[str]:
+def _why(search: Search, plans: Sequence[Ranked], others: Sequence[Judged], alone: float, whole: Whole | None
+         ) -> Iterable[str]:
     best = plans[0]
     yield (f"{show_seconds(best.prediction.step_s)} per step, {best.prediction.samples_per_s:.3g} samples/s: "
-           f"{best.prediction.samples_per_s / upper:.0%} of what all {len(search.cluster.devices)} devices would do "
-           f"alone ({upper:.3g} samples/s, memory and communication ignored)")
+           f"{best.prediction.samples_per_s / alone:.0%} of what all {len(search.cluster.devices)} devices would do "
+           f"alone ({alone:.3g} samples/s, memory and communication ignored)")
+    yield from _limits(search, best, alone, whole)
     for other, prediction in others:
         if prediction is None:
             yield f"{other.name}: {other.why_not}"
@@ -166,6 +171,23 @@ def _why(search: Search, plans: Sequence[Ranked], others: Sequence[Judged], uppe
     if best.plan.sharding.shares:
         even = best.plan.replace(sharding=best.plan.sharding.replace(shares=()))
         yield from stranded(best.plan, predict(even, search.job, search.cluster, sent=False))
+
+
+def _limits(search: Search, best: Ranked, alone: float, whole: Whole | None) -> Iterable[str]:
+    """How far a plan can go where sequences are few, and what keeps the best one from that."""
+    job = search.job
+    if whole is None or job.global_batch / whole.step_s > CLOSE * alone:
+        return
+    spent = ", ".join(f"{show_seconds(s)} {name}" for name, s in sorted(
+        _spent(best.prediction).items(), key=lambda item: -item[1]) if s > (1 - CLOSE) * best.prediction.step_s)
+    yield (f"{job.global_batch} sequences leave {whole.devices:.3g} devices to each, so they are cut: no plan takes "
+           f"less than {show_seconds(whole.step_s)} ({job.global_batch / whole.step_s:.3g} samples/s, tensor degree "
+           f"{whole.tensor}), and the best one reaches {whole.step_s / best.prediction.step_s:.0%} of that"
+           f"{f'; per step and device: {spent}' if spent else ''}")
+
+
+CLOSE = 0.98
+"""Of a limit or a step: what is nearer is not told apart."""
 
 
 def _replication(search: Search, best: Ranked) -> Iterable[str]:

@@ -7,7 +7,7 @@ then improve the best plans step by step. Limits count candidates, not seconds, 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from heapq import heappop, heappush
 from itertools import islice
 from math import inf
@@ -15,20 +15,30 @@ from time import monotonic
 
 from mixfleet.batching import steps_of
 from mixfleet.cluster import Cluster
+from mixfleet.cost.kernels import foresee
 from mixfleet.cost.money import price_per_hour
 from mixfleet.errors import InputError
 from mixfleet.job import Job
 from mixfleet.plan import Batching, Offload, Plan, ScheduleName
 from mixfleet.plan_rules import lacking, why_not
-from mixfleet.search.bounds import bound_s, compute_bound_s
+from mixfleet.search.bounds import bound_s, compute_bound_s, too_full
 from mixfleet.search.candidates import Candidates
-from mixfleet.search.improve import frugal, neighbours
+from mixfleet.search.improve import dealt, frugal, neighbours
 from mixfleet.search.miss import most_frugal
 from mixfleet.search.recompute import ANYWHERE, HERE, can_park, room_bytes, spared
 from mixfleet.search.replicate import candidates
 from mixfleet.search.reschedule import reschedule
 from mixfleet.search.result import Objective, SearchResult
-from mixfleet.search.space import Limits, Shape, classes_of, enumerate_all, shapes, used
+from mixfleet.search.space import (
+    Limits,
+    Shape,
+    classes_of,
+    enumerate_all,
+    micro_batch_sizes,
+    shapes,
+    tensor_degrees,
+    used,
+)
 from mixfleet.search.tables import Tables
 from mixfleet.search.variants import PLANNED, is_deep, is_replicated, known, only, schedules, under
 from mixfleet.sim import Prediction, predict
@@ -52,6 +62,10 @@ RELATIVES = 2
 """Simulations of plans that differ only in sharding, placement and sizes, before those of other plans."""
 PROPOSED = 12
 """Candidates with stages replicated by themselves whose bounds are looked at; as many as `TRIED` are simulated."""
+SCHEDULED, LAID = 4, 16
+"""Families whose best plans are laid out for other schedules, and simulations of these."""
+STATE = 0.05
+"""Of a step that moving state has to itself: from there on other degrees of sharding are tried."""
 IMPROVED, ROUNDS, TRIED = 2, 2, 4
 """Plans that are improved, rounds for each, and simulations in a round."""
 
@@ -64,6 +78,9 @@ class Search:
         self.job, self.cluster, self.objective = job, cluster, objective
         self.tables = Tables(job, cluster)
         self.candidates = Candidates(self.tables)
+        sizes = micro_batch_sizes(min(job.global_batch, 16), fine=False)
+        for device, most in {d: len(node.devices) for node in cluster.nodes for d in node.devices}.items():
+            foresee(job, device, [(m, job.seq_len, t) for m in sizes for t in tensor_degrees(job, most)])
         self.classes = classes_of(self.tables)
         self.found: dict[Plan, Prediction] = {}
         """Plans that fit, with their predictions."""
@@ -202,14 +219,17 @@ class Search:
                 self.rejected.add("not simulated: the limit was reached", len(heap) + len(later) + 1)
                 return
             else:
-                simulations -= 1
-                prediction = self.judge(plan)
-                if prediction and prediction.fits:
-                    families[family] += 1
-                    families[twin] += 1  # differs in placement alone
-                elif prediction and relatives:
-                    for other in frugal(plan, prediction):
-                        self._push(heap, other)
+                short = self._lacking(plan)
+                if not short:
+                    simulations -= 1
+                    prediction = self.judge(plan)
+                    if prediction and prediction.fits:
+                        families[family] += 1
+                        families[twin] += 1  # differs in placement alone
+                    elif prediction:
+                        short = _short(prediction)
+                for other in frugal(plan, short) if short and relatives else ():
+                    self._push(heap, other)
 
     def _enough(self, bound: float, top: int, relatives: int) -> bool:
         """Whether no plan with this bound can matter: in a full enumeration for any of the `top` plans, else for the
@@ -227,48 +247,81 @@ class Search:
                      for p in plan.pipelines)
 
     def replicate(self) -> None:
-        """Tries stages with replicas of their own, as long as their bound is better than the best; then other schedules
-        for the best of them, and small changes if one is the best of all."""
-        options: list[Entry] = []
-        fastest_s = self.best if self.objective == "time" else inf
-        for order, (_, plan) in enumerate(candidates(self.tables, self.classes, fastest_s)[:PROPOSED]):
-            for other in only(plan, self.names, self.job, self.cluster):
-                if isinstance(other, Plan):
-                    self.considered += 1
-                    options.append((self.score(bound_s(self.tables, other), other.ranks), order, 2, other))
-                    break
-        tried = 0
-        for bound, _, _, plan in sorted(options, key=lambda entry: entry[1]):
+        """Tries stages with replicas of their own, as long as their bound is better than the best, or that under
+        another schedule is; then other schedules for the best of them, and small changes if one is among the best."""
+        fastest_s, tried = self.best if self.objective == "time" else inf, 0
+        for _, proposed in candidates(self.tables, self.classes, fastest_s)[:PROPOSED]:
+            plan = next((p for p in only(proposed, self.names, self.job, self.cluster) if isinstance(p, Plan)), None)
+            if plan is None:
+                continue
+            self.considered += 1
+            bound = self._bound(plan)
+            if bound >= self.best:
+                bound, _, plan = min(self._laid_out(plan), default=(bound, 0, plan))
             if bound >= self.best:
                 self.rejected.add("slower than the best, by a lower bound", 1)
             elif tried < TRIED and not self.late():
                 tried += 1
-                prediction = self.judge(plan)
-                if prediction and not prediction.fits:
-                    for lighter in frugal(plan, prediction):
-                        self.judge(lighter)
+                self._judge_or_lighter(plan)
         self._under_others([plan for _, _, plan in self.scored() if is_replicated(plan)][:IMPROVED])
-        if self.found and is_replicated(self.scored()[0][2]):
+        if any(is_replicated(plan) for _, _, plan in self.distinct()[:IMPROVED]):
             self.improve()
 
     def schedule(self) -> None:
-        """Tries other schedules for the best plans with several stages, those with the least bounds first."""
-        self._under_others([plan for _, _, plan in self.distinct() if is_deep(plan)][:IMPROVED])
+        """Tries other schedules for the best plans with several stages."""
+        self._under_others([plan for _, _, plan in self.distinct() if is_deep(plan)][:SCHEDULED])
 
     def _under_others(self, plans: Iterable[Plan]) -> None:
-        for plan in plans:
-            options = []
-            for i, other in enumerate(schedules(plan, self.names)):
-                if other not in self.found and other not in self.misses and not why_not(other, self.job, self.cluster):
-                    self.considered += 1
-                    options.append((self.score(bound_s(self.tables, other), other.ranks), i, other))
-            for bound, _, other in sorted(options):
-                if self.late() or bound >= self.best:
-                    break
-                prediction = self.judge(other)
-                if prediction and not prediction.fits:
-                    for lighter in frugal(other, prediction):
-                        self.judge(lighter)
+        """Simulates these plans under other schedules, those with the least bounds of all first."""
+        options = [(bound, i, order, other) for i, plan in enumerate(plans)
+                   for bound, order, other in self._laid_out(plan)]
+        for n, (bound, _, _, other) in enumerate(sorted(options)):
+            if bound >= self.best:
+                self.rejected.add("slower than the best, by a lower bound", len(options) - n)
+                break
+            if n == LAID or self.late():
+                self.rejected.add("not simulated: the limit was reached", len(options) - n)
+                break
+            self._judge_or_lighter(other)
+
+    def _laid_out(self, plan: Plan) -> list[tuple[float, int, Plan]]:
+        """The plan under other schedules that have not been simulated and may be the best, with their bounds."""
+        found = []
+        for i, other in enumerate((*schedules(plan, self.names), *dealt(plan))):
+            if other in self.found or other in self.misses or why_not(other, self.job, self.cluster):
+                continue
+            self.considered += 1
+            bound = self._bound(other)
+            if bound < self.best:
+                found.append((bound, i, other))
+            else:
+                self.rejected.add("slower than the best, by a lower bound", 1)
+        return found
+
+    def _bound(self, plan: Plan) -> float:
+        """A bound of the score: of computing alone, if that is no better than the best, else with transfers."""
+        bound = self.score(compute_bound_s(self.tables, plan), plan.ranks)
+        return bound if bound >= self.best else self.score(bound_s(self.tables, plan), plan.ranks)
+
+    def _judge_or_lighter(self, plan: Plan) -> None:
+        """Simulates a plan, or if it lacks memory, one with more recompute that may still be the best."""
+        short = self._lacking(plan)
+        if not short:
+            prediction = self.judge(plan)
+            short = _short(prediction) if prediction else ()
+        for lighter in frugal(plan, short) if short else ():
+            if self._bound(lighter) >= self.best:
+                self.rejected.add("slower than the best, by a lower bound", 1)
+            elif not self._lacking(lighter):
+                self.judge(lighter)
+
+    def _lacking(self, plan: Plan) -> Collection[tuple[int, int]]:
+        """Stages that cannot fit whatever a simulation says, which is counted. As long as nothing fits, simulations
+        tell which plan lacks least."""
+        short = too_full(self.tables, plan) if self.found else {}
+        if short:
+            self.rejected.add(f"memory of {next(iter(short.values()))}, by a lower bound")
+        return short
 
     def improve(self) -> None:
         """Moves blocks, samples, micro-batches, recompute and other settings of the best plans, one at a time."""
@@ -276,7 +329,9 @@ class Search:
             for _ in range(ROUNDS):
                 now = self.score(self.found[plan].step_s, plan.ranks)
                 options = []
-                for i, other in enumerate(neighbours(plan, self.job, self.cluster.node_of, self.names)):
+                spent = self.found[plan].exposed_s
+                state = spent.get("gather", 0.0) + spent.get("reduce", 0.0) > STATE * self.found[plan].step_s
+                for i, other in enumerate(neighbours(plan, self.job, self.cluster.node_of, self.names, state=state)):
                     if other in self.found or other in self.misses or why_not(other, self.job, self.cluster):
                         continue
                     self.considered += 1
@@ -285,10 +340,13 @@ class Search:
                         options.append((bound, i, other))
                     else:
                         self.rejected.add("slower than the best, by a lower bound", 1)
-                better = plan
-                for bound, _, other in sorted(options)[:TRIED]:
-                    if self.late() or bound >= now:
+                better, tried = plan, 0
+                for bound, _, other in sorted(options):
+                    if tried == TRIED or self.late() or bound >= now:
                         break
+                    if self._lacking(other):
+                        continue
+                    tried += 1
                     prediction = self.judge(other)
                     if prediction and prediction.fits and (s := self.score(prediction.step_s, other.ranks)) < now:
                         now, better = s, other
@@ -362,6 +420,11 @@ class Search:
         for entry in self.scored():
             seen.setdefault(self.family(entry[2]), entry)
         return list(seen.values())
+
+
+def _short(prediction: Prediction) -> set[tuple[int, int]]:
+    """The stages, as (pipeline, stage), that lack memory."""
+    return {(d.pipeline, d.stage) for d in prediction.devices if not d.fits}
 
 
 def find(job: Job, cluster: Cluster, *, top: int = 5, max_seconds: float = 120.0, objective: Objective | None = None,

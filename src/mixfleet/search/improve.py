@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from math import gcd
 
 from mixfleet.job import Job
 from mixfleet.plan import Pipeline, Plan, ScheduleName, Stage
 from mixfleet.search.tables import MODES
 from mixfleet.search.variants import laid, schedules
-from mixfleet.sim import Prediction
 
 Change = Callable[[Pipeline], Pipeline | None]
 
 
-def neighbours(plan: Plan, job: Job, node_of: Sequence[int] = (), names: Sequence[ScheduleName] = ()) -> Iterator[Plan]:
+def neighbours(plan: Plan, job: Job, node_of: Sequence[int] = (), names: Sequence[ScheduleName] = (), *,
+               state: bool = True) -> Iterator[Plan]:
     """Plans that differ in one setting. Pipelines with equal stages (parts of one team) change together.
 
     `node_of` tells the node of each rank: gathers over several nodes may then go in stages. Stages of several chunks
     change as if they had one each, and are cut for their schedule again. `names` are the schedules allowed, if not any.
+    Without `state` the degrees of sharding stay.
     """
     flat = laid(plan, "1f1b") if any(s.more for p in plan.pipelines for s in p.stages) else plan
     for other in _moves(flat, node_of) if isinstance(flat, Plan) else ():
@@ -26,6 +27,9 @@ def neighbours(plan: Plan, job: Job, node_of: Sequence[int] = (), names: Sequenc
         if isinstance(again, Plan):
             yield again
     yield from _experts(plan, job)
+    if state:
+        yield from _degrees(plan)
+    yield from dealt(plan)
     yield from schedules(plan, names)
 
 
@@ -89,6 +93,35 @@ def _experts(plan: Plan, job: Job) -> Iterator[Plan]:
             yield plan.replace(expert_shares=samples)
 
 
+def dealt(plan: Plan) -> Iterator[Plan]:
+    """Replicas of single stages that split every micro-batch take micro-batches in turn instead, as large as a part or
+    as the whole was; or the other way round."""
+    if plan.schedule not in ("1f1b", "gpipe") or not any(p.replicated for p in plan.pipelines):
+        return
+    split = any(p.in_turn for p in plan.pipelines)
+    for parted in (True, False):
+        pipelines = []
+        for p in plan.pipelines:
+            most = max(stage.members for stage in p.stages)
+            size = p.micro_batch if not parted else p.micro_batch * most if split else -(-p.micro_batch // most)
+            pipelines.append(p.replace(micro_batch=min(size, p.samples), stages=tuple(
+                s.replace(dispatch="split" if split else "round-robin") if s.members > 1 else s for s in p.stages)))
+        yield plan.replace(pipelines=tuple(pipelines))
+
+
+def _degrees(plan: Plan) -> Iterator[Plan]:
+    """Optimizer state shared by twice or half as many replicas; and gradients or weights by as many as that, or by
+    nobody."""
+    shard, n = plan.sharding, len(plan.replicas)
+    if shard.shares or n == 1:
+        return
+    w, g, o = shard.weights, shard.gradients, shard.optimizer
+    for degrees in dict.fromkeys(((w, g, 2 * o), (w, g, max(g, o // 2)), (1, 1, o), (1, o, o), (o, o, o), (1, 1, 1))):
+        if degrees != (w, g, o) and all(n % degree == 0 for degree in degrees):
+            yield plan.replace(sharding=shard.replace(
+                weights=degrees[0], gradients=degrees[1], optimizer=degrees[2], hierarchical=0))
+
+
 def _settings(plan: Plan) -> Iterator[Plan]:
     """Whole-plan settings."""
     if plan.sharding.weights > 1:
@@ -99,9 +132,9 @@ def _settings(plan: Plan) -> Iterator[Plan]:
         yield plan.replace(accumulation="layered" if plan.accumulation == "plain" else "plain")
 
 
-def frugal(plan: Plan, prediction: Prediction) -> Iterator[Plan]:
-    """The same plan with the next recompute mode where devices lack memory, or else smaller micro-batches."""
-    short = {(d.pipeline, d.stage) for d in prediction.devices if not d.fits}
+def frugal(plan: Plan, short: Collection[tuple[int, int]]) -> Iterator[Plan]:
+    """The same plan with the next recompute mode in those stages, (pipeline, stage), that lack memory, or else smaller
+    micro-batches."""
     pipelines = []
     stuck = False
     for p, pipeline in enumerate(plan.pipelines):

@@ -99,7 +99,8 @@ class SearchResult(Spec, frozen=True, kw_only=True):
     """What limits the best plan, in one sentence."""
     alternatives: tuple[Alternative, ...] = ()
     upper_samples_per_s: float = 0.0
-    """What all devices would do alone, added up; memory and communication ignored."""
+    """What all devices would do alone, added up; memory and communication ignored. Less where the devices are equal and
+    the sequences so few that they have to be cut (`bounds.whole_sequences`)."""
     fraction_of_upper_bound: float = 0.0
     rejections: tuple[Rejection, ...] = ()
     nearest_miss: NearestMiss | None = None

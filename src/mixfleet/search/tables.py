@@ -139,6 +139,13 @@ class Table:
         return sum(float(self.backward_s[MODES.index(mode)][b, b + 1])
                    for b, mode in stage.modes.items() if lo <= b < hi)
 
+    def saved_of(self, stage: Stage, lo: int, hi: int) -> float:
+        """Bytes that blocks `lo` to `hi - 1` of a stage keep for one micro-batch, under its recompute modes."""
+        if isinstance(stage.recompute, str):
+            return float(self.saved_bytes[MODES.index(stage.recompute)][lo, hi])
+        return sum(float(self.saved_bytes[MODES.index(mode)][b, b + 1])
+                   for b, mode in stage.modes.items() if lo <= b < hi)
+
     @cached_property
     def whole_s(self) -> float:
         """Seconds of the whole model, forward and backward, for the micro-batch."""

@@ -150,6 +150,8 @@ def _flowing(duration: list[int], kind: list[int], first: list[int], then: list[
     ports = [[port for port, _ in one.demands] for one in flows]
     latency, alone = [one.latency_ns for one in flows], [float(one.alone_ns) for one in flows]
     lone = [speeds([one])[0] for one in flows]
+    known: dict[tuple[int, ...], list[float]] = {}
+    """Speeds of flows that are under way together."""
     turn, computes, waited = [one.turn_ns for one in flows], [one.computes for one in flows], set[int]()
     left, speed, since, due = [0.0] * n, [0.0] * n, [0] * n, [-1] * n
     on: dict[int, list[int]] = {port: [] for row in ports for port in row}
@@ -188,7 +190,10 @@ def _flowing(duration: list[int], kind: list[int], first: list[int], then: list[
                     group = [task] if all(len(on[p]) == 1 for p in ports[kind[task]]) else _together(task, on, ports,
                                                                                                      kind)
                     seen.update(group)
-                    new = [lone[kind[task]]] if len(group) == 1 else speeds([flows[kind[one]] for one in group])
+                    which = tuple([kind[one] for one in group])
+                    new = [lone[which[0]]] if len(group) == 1 else known.get(which)
+                    if new is None:
+                        new = known[which] = speeds([flows[k] for k in which])
                     for one, fast in zip(group, new):
                         if fast != speed[one]:
                             left[one] -= (now - since[one]) * speed[one]

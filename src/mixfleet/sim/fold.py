@@ -9,7 +9,12 @@ stable colouring is equitable: in a run that starts equal, all members of a colo
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from itertools import chain, pairwise
 from typing import NamedTuple
+
+import numpy as np
+
+from mixfleet.cost.network import Floats, Ints
 
 
 class Instance(NamedTuple):
@@ -36,6 +41,14 @@ def _numbers(keys: Sequence[Hashable]) -> list[int]:
     return [seen.setdefault(key, len(seen)) for key in keys]
 
 
+def flat(instances: Sequence[Instance]) -> tuple[Ints, Ints, Floats]:
+    """All demands one after another: the instance, the port and the bytes of each."""
+    counts = [len(instance.demands) for instance in instances]
+    every = list(chain.from_iterable(instance.demands for instance in instances))
+    return (np.repeat(np.arange(len(counts)), counts), np.array([p for p, _ in every], np.int64),
+            np.array([n for _, n in every], float))
+
+
 def distinct(entities: int, instances: int, ports: int) -> Colours:
     """Nothing is equal: the run is simulated in full."""
     return Colours(list(range(entities)), list(range(instances)), list(range(ports)))
@@ -43,21 +56,25 @@ def distinct(entities: int, instances: int, ports: int) -> Colours:
 
 def refine(kinds: Sequence[Hashable], instances: Sequence[Instance], capacities: Sequence[float]) -> Colours:
     """The coarsest equitable colouring in which equal entities are of equal `kinds`."""
-    users: list[list[tuple[int, float]]] = [[] for _ in capacities]
     joined: list[list[int]] = [[] for _ in kinds]
     for i, instance in enumerate(instances):
-        for port, nbytes in instance.demands:
-            users[port].append((i, nbytes))
         for member in instance.members:
             joined[member].append(i)
+    which, port, nbytes = flat(instances)
     # Ports with exactly the same users, such as those of the ranks of one tensor group, are one port from the start.
-    twin = _numbers([(capacity, tuple(uses)) for capacity, uses in zip(capacities, users, strict=True)])
-    merged_users: dict[int, list[tuple[int, float]]] = {}
-    for port, uses in zip(twin, users, strict=True):
-        merged_users.setdefault(port, uses)
-    first = {port: i for i, port in reversed(list(enumerate(twin)))}
-    ports = _numbers([capacities[first[port]] for port in range(len(first))])
-    loads = [sorted({(twin[port], nbytes) for port, nbytes in instance.demands}) for instance in instances]
+    order = np.argsort(port, kind="stable")
+    ends = np.searchsorted(port[order], np.arange(len(capacities) + 1)).tolist()
+    users, loaded = which[order], nbytes[order]
+    twin = _numbers([(capacities[p], users[a:b].tobytes(), loaded[a:b].tobytes()) if a < b else (capacities[p],)
+                     for p, (a, b) in enumerate(pairwise(ends))])
+    first = {t: p for p, t in reversed(list(enumerate(twin)))}
+    merged_users = {t: list(zip(users[ends[p]:ends[p + 1]].tolist(), loaded[ends[p]:ends[p + 1]].tolist()))
+                    for t, p in first.items()}
+    ports = _numbers([capacities[first[t]] for t in range(len(first))])
+    pairs, index = np.unique(which * len(first) + np.array(twin, np.int64)[port], return_index=True)
+    loads: list[list[tuple[int, float]]] = [[] for _ in instances]
+    for i, t, n in zip((pairs // len(first)).tolist(), (pairs % len(first)).tolist(), nbytes[index].tolist()):
+        loads[i].append((t, n))
     entities = _numbers(kinds)
     flows = _numbers([(i.kind, i.latency_s, i.turn_s) for i in instances])
     size = 0

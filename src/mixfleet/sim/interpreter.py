@@ -9,12 +9,14 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
+
 from mixfleet.batching import Batch, Micro
-from mixfleet.cluster import Cluster
+from mixfleet.cluster import Cluster, Device
 from mixfleet.cost.clock import held_cost
-from mixfleet.cost.kernels import accumulate_s, anticipate_s, copy_s, host_copy_s, optimizer_s
+from mixfleet.cost.kernels import accumulate_s, anticipate_s, copy_s, foresee, host_copy_s, optimizer_s
 from mixfleet.cost.memory import parked_bytes, state_bytes
-from mixfleet.cost.network import Loads, Ports, collective_s, cpu_costs
+from mixfleet.cost.network import Loads, Ports, collective_s, cpu_costs, in_arrays
 from mixfleet.job import Job
 from mixfleet.model.spec import Block, TensorComm
 from mixfleet.plan import Plan, Stage
@@ -58,7 +60,7 @@ from mixfleet.sim import compiled
 from mixfleet.sim.engine import Graph, Times
 from mixfleet.sim.experts import Experts, even_rows
 from mixfleet.sim.flow import Flow, computing, flow
-from mixfleet.sim.fold import Colours, Instance, distinct, refine
+from mixfleet.sim.fold import Colours, Instance, distinct, flat, refine
 from mixfleet.sim.hazards import hazards
 from mixfleet.sim.traffic import Entity, Kind, Traffic, tensor_bytes
 from mixfleet.units import NS_PER_S
@@ -74,6 +76,7 @@ CATEGORY = {SEND_ACT: "send", SEND_GRAD: "send", RECV_ACT: "recv", RECV_GRAD: "r
             SEND_KEPT: "send", RECV_KEPT: "recv", GATHER: "gather",
             PUBLISH: "gather", REDUCE: "reduce", SYNC: "reduce", NORM: "optimizer"}
 """Of the actions that communicate. The norm counts as part of the optimizer step, as where it is measured."""
+_MEETS = {*_SENDER, GATHER, REDUCE, SYNC, PUBLISH, NORM}
 HOST = {LOAD_WEIGHTS: "load", LOAD_STATE: "load", SAVE_WEIGHTS: "save", SAVE_STATE: "save"}
 """Category of the actions that move state between a device and its host."""
 PARKS = {PARK_SAVED: "save", LOAD_SAVED: "load"}
@@ -197,25 +200,34 @@ class _Player:
         order = self._graph.order
         before: dict[tuple[str, int], int] = {}
         turns: dict[tuple[str, int, int], int] = {}
+        known: dict[object, tuple[tuple[Part, ...], int, Flow | None]] = {}
+        first, last, pieces = voice.first, voice.last, voice.parts
         for action, after in zip(voice.actions, needs, strict=True):
-            key = action.op, action.lo, action.seat
-            turns[key] = turn = turns.get(key, 0) + 1
-            parts, tasks = self._tasks(crew[max(action.seat, 0)], action, turn)
             stream = stream_of(action)
+            e = crew[max(action.seat, 0)]
+            if action.op in _MEETS:
+                key = action.op, action.lo, action.seat
+                turns[key] = turn = turns.get(key, 0) + 1
+                tasks = self._meetings(e, action, turn)
+                pieces.append(())
+            else:
+                parts, ns, flow = self._alone(e, action, stream[0], known)
+                tasks = [self._graph.add(ns, flow)]
+                pieces.append(parts)
             if stream in before:
                 order(before[stream], tasks[0])
             for j in after:
-                order(voice.last[j], tasks[0])
-            for a, b in pairwise(tasks):
+                order(last[j], tasks[0])
+            for a, b in pairwise(tasks) if len(tasks) > 1 else ():
                 order(a, b)
             before[stream] = tasks[-1]
-            voice.first.append(tasks[0])
-            voice.last.append(tasks[-1])
-            voice.parts.append(parts)
+            first.append(tasks[0])
+            last.append(tasks[-1])
         return voice
 
-    def _tasks(self, e: int, action: Action, turn: int) -> tuple[tuple[Part, ...], list[int]]:
-        """The tasks of an action, one after another; `turn` counts the actions of its kind on its unit."""
+    def _meetings(self, e: int, action: Action, turn: int) -> list[int]:
+        """The tasks of an action in which entities meet, one after another; `turn` counts the actions of its kind on
+        its unit."""
         op, traffic = action.op, self._traffic
         entity = traffic.entities[e]
         if op in _SENDER:
@@ -223,30 +235,41 @@ class _Player:
             if pattern:
                 part: Kind = (_SENDER[op], entity.pipeline, boundary(action), pattern[action.mb % len(pattern)])
                 if (e, part) not in traffic.at:  # no sample of it is here
-                    return (), [self._graph.add()]
-                return (), [self._transfer(traffic.at[e, part], (action.mb,))]
+                    return [self._graph.add()]
+                return [self._transfer(traffic.at[e, part], (action.mb,))]
             kind: Kind = (_SENDER[op], entity.pipeline, boundary(action))
             if self._batch is None:
-                return (), [self._transfer(traffic.at[e, kind], (action.mb,), sizes[action.mb], sizes[0])]
+                return [self._transfer(traffic.at[e, kind], (action.mb,), sizes[action.mb], sizes[0])]
             positions = self._batch.micro[entity.replica][action.mb].positions
-            return (), [self._transfer(traffic.at[e, kind], (action.mb,), positions, sizes[0] * self._seq_len)]
-        if op in (GATHER, REDUCE, SYNC, PUBLISH):
-            unit_kind = traffic.unit_kind[action.lo]
-            phases = range(traffic.phases[op, unit_kind])
-            return (), [self._transfer(traffic.at[e, (op, unit_kind, i)], (action.lo, turn)) for i in phases] \
-                or [self._graph.add()]
+            return [self._transfer(traffic.at[e, kind], (action.mb,), positions, sizes[0] * self._seq_len)]
         if op == NORM:
             if (NORM,) not in self._shared:
                 self._shared[NORM,] = self._graph.add(self._pricing.norm_ns)
-            return (), [self._shared[NORM,]]
-        micro = self._batch.micro[entity.replica][action.mb] if self._batch and op in _SHAPED else None
+            return [self._shared[NORM,]]
+        unit_kind = traffic.unit_kind[action.lo]
+        phases = range(traffic.phases[op, unit_kind])
+        return [self._transfer(traffic.at[e, (op, unit_kind, i)], (action.lo, turn)) for i in phases] \
+            or [self._graph.add()]
+
+    def _alone(self, e: int, action: Action, stream: str, known: dict[object, tuple[tuple[Part, ...], int, Flow | None]]
+               ) -> tuple[tuple[Part, ...], int, Flow | None]:
+        """What an action of one entity is made of, its duration, and its flow where it shares a port. `known` remembers
+        equal actions of this entity."""
+        entity = self._traffic.entities[e]
         mine = self._parts[entity.pipeline, entity.stage, entity.member]
-        parts = self._pricing.parts(e, action, mine[action.mb] if action.mb >= 0 else 0, micro)
-        ns = sum(part.ns for part in parts)
-        if stream_of(action)[0] == "compute":
-            return parts, [self._graph.add(*self._flows.computing(e, ns))]
-        nbytes = self._pricing.moved(e, action, mine[action.mb] if action.mb >= 0 else 0, micro)
-        return parts, [self._graph.add(*self._flows.host(e, ns, nbytes))]
+        size = mine[action.mb] if action.mb >= 0 else 0
+        # Rows of the batch's own lengths, and micro-batches of those that share experts, differ one by one.
+        own = self._batch is not None or self._pricing.meets
+        key = (action.op, action.lo, action.hi, action.seat, action.mb if own else size)
+        found = known.get(key)
+        if found is None:
+            micro = self._batch.micro[entity.replica][action.mb] if self._batch and action.op in _SHAPED else None
+            parts = self._pricing.parts(e, action, size, micro)
+            ns = sum(part.ns for part in parts)
+            made = self._flows.computing(e, ns) if stream == "compute" else self._flows.host(
+                e, ns, self._pricing.moved(e, action, size, micro))
+            found = known[key] = (parts, *made)
+        return found
 
     def _transfer(self, instance: int, which: tuple[int, ...], size: int = 1, whole: int = 1) -> int:
         """The task of a transfer, made by the first of those who meet in it."""
@@ -287,11 +310,11 @@ class _Flows:
         self._cores = {port for ports in traffic.cores for port in ports}
         self._ports = colours.ports
         self._colours = colours.instances
-        self._passing: dict[tuple[int, int], float] = {}
-        for i, instance in enumerate(traffic.instances):
-            for port, nbytes in instance.demands:
-                key = (self._colours[i], port)
-                self._passing[key] = self._passing.get(key, 0.0) + nbytes
+        # What all instances of a colour together pass through each port.
+        which, port, nbytes = flat(traffic.instances)
+        self._width = len(traffic.capacities)
+        keys, index = np.unique(np.array(self._colours, np.int64)[which] * self._width + port, return_inverse=True)
+        self._passing = keys, np.bincount(index, nbytes, len(keys))
         self._made: dict[tuple[int, int, int], Flow] = {}
         self._computing: dict[tuple[int, int], Flow] = {}
         self._entities = colours.entities
@@ -306,8 +329,10 @@ class _Flows:
             scale = size / whole
             # Of the ports of one colour the instance passes, the fullest by itself speaks for all.
             unique: dict[int, tuple[float, float, float]] = {}
-            for port, nbytes in instance.demands:
-                found = (self._passing[colour, port] * scale, nbytes * scale, capacities[port])
+            keys, passing = self._passing
+            at = np.searchsorted(keys, [colour * self._width + port for port, _ in instance.demands])
+            for (port, nbytes), together in zip(instance.demands, passing[at].tolist()):
+                found = (together * scale, nbytes * scale, capacities[port])
                 unique[self._ports[port]] = max(found, unique.get(self._ports[port], found))
             cores = {self._ports[port] for port, _ in instance.demands if port in self._cores}
             self._made[key] = flow(instance.latency_s, [(p, c, n) for p, (_, n, c) in unique.items()],
@@ -365,6 +390,8 @@ class Pricing:
                         for x in self._entities]
         self._sharing: dict[int, tuple[object, ...]] = {}
         self._experts = Experts(plan, job)
+        self.meets = self._experts.shared
+        """Whether entities go in step with those that share their experts."""
         self._routes = {b.kind: b for b in job.model.blocks if b.routed}
         self._at = {(x.replica, x.stage): e for e, x in enumerate(self._entities)}
         self._crowds: dict[int, tuple[object, ...]] = {}
@@ -372,6 +399,14 @@ class Pricing:
         for e, entity in enumerate(self._entities):
             for node in {cluster.node_of[r] for r in entity.ranks}:
                 self._neighbours.setdefault((entity.pipeline, entity.stage, node), []).append(e)
+        shapes: dict[tuple[int, int, int, int], tuple[int, Device]] = {}
+        for e, x in enumerate(self._entities):
+            shapes.setdefault((self._device[x.ranks[0]], x.pipeline, x.stage, x.member),
+                              (e, cluster.devices[x.ranks[0]]))
+        for e, device in shapes.values():
+            x = self._entities[e]
+            sizes = plan.pipelines[x.pipeline].sizes(x.stage, x.member)
+            foresee(job, device, [(n, self._tokens[e], len(x.ranks)) for n in {sizes[0], sizes[-1]} - {0}])
         self.norm_ns = round(self._norm_s() * NS_PER_S)
 
     def _norm_s(self) -> float:
@@ -495,7 +530,8 @@ class Pricing:
             return one, one
         messages = {(a, b): nbytes * n / block.experts for a, nbytes in zip(ranks, have)
                     for b, n in zip(ranks, held) if a != b and n}
-        return ports.exchange(messages), ports.exchange({(b, a): n for (a, b), n in messages.items()})
+        src, dst, nbytes = in_arrays(messages)
+        return ports.exchange(src, dst, nbytes), ports.exchange(dst, src, nbytes)
 
     def _context_s(self, e: int, comm: TensorComm, micro_batch: int) -> float:
         """Seconds of an exchange of keys and values; the ranks of equal tensor index and other replicas' sequences

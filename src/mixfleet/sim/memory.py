@@ -223,6 +223,7 @@ class _Walk:
         self._experts = Experts(plan, job)
         self._known: dict[tuple[object, ...], tuple[int, int, int]] = {}
         self._alike = alike(layout)
+        self._edges: dict[tuple[int, int], int] = {}
         self._elements: dict[int, tuple[int, int]] = {}
         self._layered = plan.accumulation == "layered"
         self._reduced = {row.actions[i].lo for i in self._mine if row.actions[i].op == REDUCE}
@@ -264,8 +265,11 @@ class _Walk:
 
     def _boundary(self, block: int, micro_batch: int) -> int:
         """Bytes of the output of a block, in the shards of this stage."""
-        job = self._job
-        return boundary_bytes(job.model.blocks[block], micro_batch, self._tokens, self._stage.tensor, job)
+        job, key = self._job, (block, micro_batch)
+        if key not in self._edges:
+            self._edges[key] = boundary_bytes(job.model.blocks[block], micro_batch, self._tokens, self._stage.tensor,
+                                              job)
+        return self._edges[key]
 
     def _unit(self, unit: int) -> tuple[int, int]:
         """Elements of a unit that the rank computes with, and those whose optimizer state it owns."""

@@ -328,8 +328,12 @@ def _phase(action: Action | None) -> str:
 
 def _crowded(devices: tuple[DeviceUse, ...], cluster: Cluster) -> Iterable[str]:
     """Nodes whose host memory is too small for what their GPUs keep there."""
+    held_by = Counter[str]()
+    for d in devices:
+        if d.host_bytes and cluster.devices[d.rank].kind == "gpu":
+            held_by[d.node] += d.host_bytes
     for node in cluster.nodes:
-        held = sum(d.host_bytes for d in devices if d.node == node.name and cluster.devices[d.rank].kind == "gpu")
+        held = held_by[node.name]
         if held > node.host_memory_bytes:
             yield (f"node {node.name} lacks {show_bytes(held - node.host_memory_bytes)} of host memory: what its "
                    f"devices offload takes {show_bytes(held)} of {show_bytes(node.host_memory_bytes)}. Try `offload` "
@@ -339,6 +343,7 @@ def _crowded(devices: tuple[DeviceUse, ...], cluster: Cluster) -> Iterable[str]:
 def _devices(played: Played, memories: dict[tuple[int, int], Memory], job: Job, cluster: Cluster, layout: Layout,
              busy: dict[int, float]) -> tuple[DeviceUse, ...]:
     found = []
+    away = any(stage.offload for pipeline in layout.plan.pipelines for stage in pipeline.stages)
     for r, row in enumerate(played.rows):
         answers = {device: memories[r, rank] for device, rank in _kinds(row, cluster).items()}
         used = {device: _use(memory.resumed, memory.fresh) for device, memory in answers.items()}
@@ -353,8 +358,8 @@ def _devices(played: Played, memories: dict[tuple[int, int], Memory], job: Job, 
                     peak_bytes=used[device].total_bytes, phase=_phase(used[device].action),
                     peak_s=used[device].time_ns / NS_PER_S, breakdown=used[device].breakdown,
                     more=tuple((seat.pipeline, seat.stage) for seat in row.seats[1:]),
-                    host_bytes=answers[device].parked + sum(offloaded(layout, job, post)
-                                                            for post in layout.posts_of(rank))))
+                    host_bytes=answers[device].parked + (
+                        sum(offloaded(layout, job, post) for post in layout.posts_of(rank)) if away else 0)))
     return tuple(sorted(found, key=lambda d: d.rank))
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
+
 from mixfleet.cluster import Cluster
 from mixfleet.cost.memory import boundary_bytes
-from mixfleet.cost.network import NO_LOADS, CollectiveOp, Loads, Ports
+from mixfleet.cost.network import NO_LOADS, CollectiveOp, Ints, Loads, Ports
 from mixfleet.job import Job
 from mixfleet.model.spec import TensorComm
 from mixfleet.plan import Pipeline, Plan
@@ -94,7 +96,7 @@ class Traffic:
 
     def _add(self, kind: Kind, members: Iterable[int], loads: Loads) -> None:
         instance = Instance(kind, tuple(members), loads.latency_s, tuple(
-            [(p, round(n, 2)) for p, n in zip(loads.ports.tolist(), loads.nbytes.tolist())]), loads.turn_s)
+            zip(loads.ports.tolist(), np.round(loads.nbytes, 2).tolist())), loads.turn_s)
         for member in instance.members:
             self.at[member, kind] = len(self.instances)
         self.instances.append(instance)
@@ -183,25 +185,11 @@ class Traffic:
 
     def _exchanges(self, op: str, unit: int, hosts: tuple[tuple[int, ...], ...]) -> int:
         """Adds the transfers of one action on units like this one, move by move; returns the number of phases."""
-        element = self._job.bytes.weight_bytes if op in (GATHER, PUBLISH) else self._job.bytes.gradient_bytes
-        adds = op in (REDUCE, SYNC)  # whose stages are sums and copies in turn
-        stages = [(adds and i % 2 == 0, moves) for i, moves in enumerate(self._layout.stages(op, unit)) if moves]
-        together = {e: e for e, entity in enumerate(self.entities) if entity.stage in hosts[entity.pipeline]}
-        for _, moves in stages:
-            for move in moves:
-                together[_root(together, self._entity_of[move.src])] = _root(together, self._entity_of[move.dst])
-        members: dict[int, list[int]] = {}
-        for e in together:
-            members.setdefault(_root(together, e), []).append(e)
-        for i, (sums, moves) in enumerate(stages):
-            messages: dict[int, dict[tuple[int, int], float]] = {}
-            for m in moves:
-                sent = messages.setdefault(_root(together, self._entity_of[m.src]), {})
-                pair = m.src % self._plan.span, m.dst % self._plan.span
-                if pair[0] != pair[1]:
-                    sent[pair] = sent.get(pair, 0.0) + (m.hi - m.lo) * element
-            for root, group in members.items():
-                self._add((op, unit, i), group, self._ports.exchange(messages.get(root, {}), sums=sums))
+        entities = [e for e, entity in enumerate(self.entities) if entity.stage in hosts[entity.pipeline]]
+        stages = exchanges(self._layout, self._job, self._ports, op, unit, [self.entities[e].posts for e in entities])
+        for i, groups in enumerate(stages):
+            for members, loads in groups:
+                self._add((op, unit, i), [entities[m] for m in members], loads)
         return len(stages)
 
     def _collectives(self, op: str, unit: int, hosts: tuple[tuple[int, ...], ...]) -> int:
@@ -261,14 +249,84 @@ class Traffic:
         return known[calls]
 
 
+class Moves(NamedTuple):
+    """All moves of one stage of an action, in numbers; with `sums` those who get them add them up."""
+
+    sums: bool
+    src: Ints
+    """Posts."""
+    dst: Ints
+    elements: Ints
+
+
+def moves(layout: Layout, op: str, unit: int) -> list[Moves]:
+    """What `Layout.stages` says move by move; stages in which nothing moves are left out."""
+    if op in (GATHER, PUBLISH):
+        return [Moves(False, *np.array([(m.src, m.dst, m.hi - m.lo) for m in stage], np.int64).T)
+                for stage in layout.stages(op, unit) if stage]
+    found = []
+    for parts in layout.summed(op, unit):
+        rows: tuple[list[list[Ints]], list[list[Ints]]] = [], []
+        for _, lo, hi, has, wants in parts:
+            n = len(wants)
+            size = np.diff((hi - lo) * np.arange(n + 1) // n)
+            rows[0].append([np.repeat(has, n), np.tile(wants, len(has)), np.tile(size, len(has))])
+            rows[1].append([np.repeat(wants, n), np.tile(wants, n), np.repeat(size, n)])
+        for sums, some in zip((True, False), rows):
+            if some:
+                src, dst, elements = (np.concatenate(column) for column in zip(*some))
+                real = (src != dst) & (elements > 0)
+                if real.any():
+                    found.append(Moves(sums, src[real], dst[real], elements[real]))
+    return found
+
+
+def exchanges(layout: Layout, job: Job, ports: Ports, op: str, unit: int, posts: Sequence[tuple[int, ...]]
+              ) -> list[list[tuple[list[int], Loads]]]:
+    """The transfers of an action on a unit among entities that have these posts, stage by stage: which of the entities
+    meet, and what their messages load."""
+    element = job.bytes.weight_bytes if op in (GATHER, PUBLISH) else job.bytes.gradient_bytes
+    stages, span = moves(layout, op, unit), layout.plan.span
+    entity_of = np.zeros(max(map(max, posts)) + 1, np.int64)
+    for e, mine in enumerate(posts):
+        entity_of[list(mine)] = e
+    together = {e: e for e in range(len(posts))}
+    for stage in stages:
+        for pair in np.unique(entity_of[stage.src] * len(posts) + entity_of[stage.dst]).tolist():
+            a, b = divmod(pair, len(posts))
+            together[_root(together, a)] = _root(together, b)
+    members: dict[int, list[int]] = {}
+    for e in together:
+        members.setdefault(_root(together, e), []).append(e)
+    root_of = np.array([_root(together, e) for e in range(len(posts))])
+    found = []
+    for stage in stages:
+        pair = stage.src % span * span + stage.dst % span
+        root = root_of[entity_of[stage.src]]
+        groups = []
+        for which, group in members.items():
+            mine = root == which
+            pairs, index = np.unique(pair[mine], return_inverse=True)
+            nbytes = np.bincount(index, stage.elements[mine], len(pairs)).astype(float) * element
+            nbytes[pairs // span == pairs % span] = 0.0  # from one seat of a rank to another
+            groups.append((group, ports.exchange(pairs // span, pairs % span, nbytes, sums=stage.sums)))
+        found.append(groups)
+    return found
+
+
 def alike(layout: Layout) -> list[int]:
     """For each unit the first one of equal shape on the same stages: all answers about them are equal."""
+    known: list[int] | None = layout.__dict__.get("_alike")
+    if known is not None:
+        return known
     homes = list(zip(*([c.stage for c in pipe.chain for _ in range(c.lo, c.hi)] for pipe in layout.plan.pipelines)))
     seen: dict[object, int] = {}
-    return [seen.setdefault((tuple(homes[b] for b in unit.blocks),
-                             tuple((t.param.split, t.rows, t.row, t.param.role == "expert") for t in unit.tensors),
-                             unit.frozen), u)
-            for u, unit in enumerate(layout.units)]
+    found = [seen.setdefault((tuple(homes[b] for b in unit.blocks),
+                              tuple((t.param.split, t.rows, t.row, t.param.role == "expert") for t in unit.tensors),
+                              unit.frozen), u)
+             for u, unit in enumerate(layout.units)]
+    layout.__dict__["_alike"] = found
+    return found
 
 
 def _between_legs(pipe: Pipeline) -> list[tuple[str, int, int, int]]:
