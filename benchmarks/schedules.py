@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from benchmarks import Figure
@@ -18,19 +20,57 @@ from benchmarks import Figure
 ROUNDS, STEPS, MICRO_BATCHES = 5, 2, 8
 RATIO_LIMIT, ERROR_LIMIT = 1.05, 0.05
 UNIT_S = 0.02
+LINK_S = 0.015
+"""What a message takes on the slow link."""
 STAGES = (1, 2, 3, 2)
 """Units that the stages take forward; each half of a backward takes as long."""
 NAMES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B"}
 """ScheduleZBVZeroBubble of torch 2.13 stops in `stage_backward_input` on these stages, so it is not compared."""
 
 
-def _cluster(stages: int, times: Any = ()) -> Any:
+def _cluster(stages: int, times: Any = (), slow: float = 0.0) -> Any:
+    """`stages` equal devices in one node; or, with `slow`, in nodes of their own of which the last is reached through a
+    NIC of so many bytes per second."""
     from mixfleet.cluster import Cluster, Device, Link, Node
 
     device = Device(name="cpu", kind="cpu", flops={"fp32": 1e11}, vector_flops=1e11, memory_bytes=2**32,
                     memory_Bps=1e10, block_times=times)
     link = Link(latency_s=5e-5, bandwidth_Bps=1e9)
-    return Cluster(name="bench", nodes=(Node(name="here", devices=(device,) * stages, link=link, nic=link),))
+    if not slow:
+        return Cluster(name="bench", nodes=(Node(name="here", devices=(device,) * stages, link=link, nic=link),))
+    return Cluster(name="bench", nodes=tuple(
+        Node(name=f"node-{s}", devices=(device,), link=link,
+             nic=link if s < stages - 1 else link.replace(bandwidth_Bps=slow)) for s in range(stages)))
+
+
+class _Narrow:
+    """What `Fabric.send` does, where messages to and from one rank pass a port of its own in each direction, one after
+    another, at so many bytes per second. What collectives send (a few bytes) is not delayed."""
+
+    def __init__(self, fabric: Any, rank: int, bytes_per_s: float, directory: str) -> None:
+        from concurrent.futures import ThreadPoolExecutor
+
+        self._fabric, self._rank, self._send, self._rate = fabric, rank, fabric.send, bytes_per_s
+        self._directory, self._thread = directory, ThreadPoolExecutor(1)
+
+    def __call__(self, data: Any, dst: int, channel: str, tag: int) -> Any:
+        if self._rank not in (dst, self._fabric.rank):
+            return self._send(data, dst, channel, tag)
+        future = self._thread.submit(self._pass, data, dst, channel, tag)
+
+        class Sent:
+            def wait(self) -> None:
+                future.result().wait()
+
+        return Sent()
+
+    def _pass(self, data: Any, dst: int, channel: str, tag: int) -> Any:
+        import fcntl
+
+        with open(f"{self._directory}/{'in' if dst == self._rank else 'out'}", "a") as port:
+            fcntl.flock(port, fcntl.LOCK_EX)
+            time.sleep(data.nbytes / self._rate)
+            return self._send(data, dst, channel, tag)
 
 
 def _plan(name: str, blocks: int, stages: int) -> Any:
@@ -176,9 +216,10 @@ def _sleepers(units: list[float]) -> list[Any]:
     return [Sleeper(n * UNIT_S) for n in units]
 
 
-def beside_simulator(process: int, world: int, names: tuple[str, ...] = ()) -> dict[str, dict[str, float]]:
+def beside_simulator(process: int, world: int, names: tuple[str, ...] = (), *, narrow: bool = False
+                     ) -> dict[str, dict[str, float]]:
     """Schedule -> predicted and measured seconds per step, for the searched order and every named one of a pipeline
-    that drains; or those of `names`."""
+    that drains; or those of `names`. With `narrow`, a message to or from the last rank takes `LINK_S`."""
     import torch
     import torch.distributed as dist
 
@@ -193,18 +234,23 @@ def beside_simulator(process: int, world: int, names: tuple[str, ...] = ()) -> d
 
     found: dict[str, dict[str, float]] = {}
     named = [name for name, schedule in SCHEDULES.items() if schedule.ways == 1 and not schedule.weights]
-    for name in names or [*named, "roundpipe", "searched"]:
+    ports = [tempfile.mkdtemp() if process == 0 else ""]
+    dist.broadcast_object_list(ports)
+    # The workers of roundpipe share the memory of one node.
+    for name in names or [*named, *([] if narrow else ["roundpipe"]), "searched"]:
         # Two blocks per stage; where the chain passes a stage twice, one in each chunk.
         plan = _plan(name if name in named else "1f1b", 2 * world, world)
         units = [0.0] * (2 * world)
         for stage, n in zip(plan.pipelines[0].stages, STAGES):
             for b in stage.held:
                 units[b] = n / 2
-        trainer = Trainer(_sleepers(units), _squared, torch.randn(MICRO_BATCHES, 8), torch.randn(MICRO_BATCHES, 8),
-                          global_batch=MICRO_BATCHES, optimizer=Optimizer(name="sgd", lr=1e-3, momentum=0.0))
+        samples = torch.randn(2, MICRO_BATCHES, *([512] if narrow else []), 8)
+        slow = samples[0, 0].nbytes / LINK_S if narrow else 0.0
+        trainer = Trainer(_sleepers(units), _squared, *samples, global_batch=MICRO_BATCHES,
+                          optimizer=Optimizer(name="sgd", lr=1e-3, momentum=0.0))
         times = tuple(BlockTime(block=b.kind, micro_batch=1, seq_len=1, precision="fp32", forward_s=n * UNIT_S,
                                 backward_s=2 * n * UNIT_S) for b, n in zip(trainer.job.model.blocks, units))
-        cluster = _cluster(world, times)
+        cluster = _cluster(world, times, slow)
         if name == "searched":
             plan = reschedule(plan, trainer.job, cluster)
         elif name == "roundpipe":
@@ -213,11 +259,15 @@ def beside_simulator(process: int, world: int, names: tuple[str, ...] = ()) -> d
             plan = found_plan
         rank = Rank(plan, trainer.job, cluster, trainer.source, process)
         rank.start()
+        if narrow:
+            rank.fabric.send = _Narrow(rank.fabric, world - 1, slow, ports[0])  # type: ignore[method-assign]
         batches = rank.batches(0)
         measured = _turns({"measured": lambda rank=rank, batches=batches:  # type: ignore[misc]
                            rank.interpreter.step(batches, 1e-3)}, dist.barrier, 1)["measured"]
         rank.close()
         found[name] = {"predicted": predict(plan, trainer.job, cluster).step_s, "measured": measured}
+    if process == 0:
+        shutil.rmtree(ports[0])
     return found
 
 
@@ -262,6 +312,9 @@ def _process(process: int, cores: list[int], measure: Callable[[int, int], Any],
     import torch
     import torch.distributed as dist
 
+    from mixfleet.run.host import keep_memory
+
+    keep_memory()  # as every rank of a run does, here for both sides
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=rendezvous, rank=process, world_size=len(cores))
     found = measure(process, len(cores))
@@ -321,17 +374,19 @@ def figures() -> Iterator[Figure]:
         yield Figure(f"step time under {name} beside torch.distributed.pipelining {NAMES[name]}, 2 processes",
                      f"{ratio:.2f} ({best['mixfleet'] * 1e3:.0f} ms beside {best['torch'] * 1e3:.0f} ms)",
                      f"at most {RATIO_LIMIT}", ratio <= RATIO_LIMIT)
-    found = run(beside_simulator, [a, b, a, b])
-    for name, times in found.items():
-        error = times["predicted"] / times["measured"] - 1
-        yield Figure(f"predicted step under {name}, 4 stages of 1:2:3:2 on real processes",
-                     f"{error:+.1%} ({times['predicted'] * 1e3:.0f} ms for {times['measured'] * 1e3:.0f} ms)",
-                     f"{ERROR_LIMIT:.0%}", abs(error) <= ERROR_LIMIT)
+    for narrow, where in ((False, ""), (True, " and a slow link to the last")):
+        found = run(partial(beside_simulator, narrow=narrow), [a, b, a, b])
+        for name, times in found.items():
+            yield _predicted(f"predicted step under {name}, 4 stages of 1:2:3:2{where} on real processes", times)
+        wrong = [(x, y) for x in found for y in found if found[x]["predicted"] < 0.98 * found[y]["predicted"]
+                 and found[x]["measured"] > found[y]["measured"]]
+        yield Figure(f"schedules in the wrong order among those predicted 2 % apart{where.replace('and', 'with')}",
+                     str(len(wrong)), "0", not wrong)
     for name, times in run(waves_beside_simulator, [a, b, a, b]).items():
-        error = times["predicted"] / times["measured"] - 1
-        yield Figure(f"predicted wave under {name}, two virtual workers of two stages on real processes",
-                     f"{error:+.1%} ({times['predicted'] * 1e3:.0f} ms for {times['measured'] * 1e3:.0f} ms)",
-                     f"{ERROR_LIMIT:.0%}", abs(error) <= ERROR_LIMIT)
-    wrong = [(x, y) for x in found for y in found if found[x]["predicted"] < 0.98 * found[y]["predicted"]
-             and found[x]["measured"] > found[y]["measured"]]
-    yield Figure("schedules in the wrong order among those predicted 2 % apart", str(len(wrong)), "0", not wrong)
+        yield _predicted(f"predicted wave under {name}, two virtual workers of two stages on real processes", times)
+
+
+def _predicted(what: str, times: dict[str, float]) -> Figure:
+    error = times["predicted"] / times["measured"] - 1
+    return Figure(what, f"{error:+.1%} ({times['predicted'] * 1e3:.0f} ms for {times['measured'] * 1e3:.0f} ms)",
+                  f"{ERROR_LIMIT:.0%}", abs(error) <= ERROR_LIMIT)

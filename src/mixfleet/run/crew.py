@@ -30,7 +30,7 @@ class Crew:
         self.seats = [Interpreter(role.view(k), job, layout, fabric.at(fabric.rank + k * layout.plan.span), blocks,
                                   shape, loss) for k, blocks in enumerate(modules)]
         for seat in self.seats:
-            seat.mates = self.seats
+            seat.mates, seat.writes_first = self.seats, False
         self.now: tuple[object, float] | None = None
         self._exchanges: dict[tuple[str, int], Copies | Sums] = {
             (a.op, a.lo): after_step(a.op, {seat.rank: seat.units[a.lo] for seat in self.seats}, layout, fabric)

@@ -11,6 +11,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -56,7 +57,7 @@ from mixfleet.program.action import (
 )
 from mixfleet.program.layout import Layout
 from mixfleet.run.collective import Chain, Copies, Fabric, Sums, Task, overlaps
-from mixfleet.run.halves import Later, PutOff
+from mixfleet.run.halves import Later, Linears, PutOff, adopt
 from mixfleet.run.modules import TABLES
 from mixfleet.run.parked import Parked, Storages, constants
 from mixfleet.run.state import DTYPES, Paged, Unit, bind
@@ -180,6 +181,8 @@ class Interpreter:
         self.dtype = DTYPES[job.precision]
         self.is_first, self.is_last = held[0] == 0, held[-1] == len(layout.model.blocks) - 1
         self.modules, self.loss = dict(zip(held, modules)), loss
+        for module in modules:
+            adopt(module)
         self.units: dict[int, Unit] = {}
         self._exchanges: dict[tuple[str, int], Copies | Sums | Chain] = {}
         for u in layout.units_of_stage(role.pipeline, role.stage):
@@ -217,6 +220,8 @@ class Interpreter:
         self._loss = torch.zeros((), dtype=torch.float64, device=self.device)
         self._lr, self._factor, self._stop, self._writing = 0.0, 0.0, False, False
         self._result: StepResult | None = None
+        self.writes_first = True
+        """Whether gradients are complete only once they are sent on or summed here, so that most need not be zeroed."""
         self.mates = [self]
         """The interpreters of all seats of this rank."""
         self.now: tuple[object, float] | None = None
@@ -421,6 +426,7 @@ class Interpreter:
         if isinstance(value, Tensor):
             return value
         with self.recorder.span("p2p", f"{_RECEIVED[kind]}{block}.{mb}", "recv"):
+            self._clear_while_waiting()
             return value.wait()
 
     def _run(self, block: int, x: Tensor, mb: int) -> Tensor:
@@ -428,7 +434,8 @@ class Interpreter:
         if segments:
             module.segments = segments  # type: ignore[assignment]
         if (block, mb) in self._halved and torch.is_grad_enabled():
-            with PutOff(self._later.setdefault((block, mb), ([], []))[0]):
+            others = nullcontext() if hasattr(module, "calls_linear") else Linears()
+            with PutOff(self._later.setdefault((block, mb), ([], []))[0]), others:
                 return self._call(module, block, x, targets)
         return self._call(module, block, x, targets)
 
@@ -506,7 +513,16 @@ class Interpreter:
                 self._reducing.remove(unit)
             unit.grad.wait()
             unit.grad.restore()
-            unit.grad.data.zero_()
+            if self.writes_first and self.broken is None:
+                unit.clear()
+            else:
+                unit.grad.data.zero_()
+
+    def _clear_while_waiting(self) -> None:
+        """What would have to be cleared soon, and is there anyway."""
+        for unit in self.units.values():
+            if unit.taken and not unit.reduced:
+                self._clear(unit)
 
     # --- between stages ----------------------------------------------------------------------------------------------
 
@@ -553,6 +569,8 @@ class Interpreter:
                           REDUCE: (unit.grad, unit.acc), SYNC: (unit.acc, unit.own)}[op]
         if op == GATHER:
             unit.compute.restore()
+        elif op != PUBLISH:
+            unit.complete()
         # Earlier tasks on these buffers are on the same stream: the messages may have to wait there for their turn.
         task = self.fabric.run(stream, self._exchanges[op, action.lo].steps(), str(action), category,
                                post=source.idle and (op == REDUCE or target.idle))
@@ -593,6 +611,7 @@ class Interpreter:
         while self._reducing:
             self._reducing.popleft().grad.release()
         for unit in self.units.values():
+            unit.complete()
             unit.acc.wait()
             unit.own.wait()
         with self.recorder.span("compute", "N", "optimizer"):

@@ -28,6 +28,7 @@ from mixfleet.errors import InputError
 from mixfleet.model.spec import Model, Param
 from mixfleet.model.transformer import TransformerConfig
 from mixfleet.plan import Recompute
+from mixfleet.run.halves import linear
 from mixfleet.run.tensor import (
     ALONE,
     TensorGroup,
@@ -159,6 +160,9 @@ def _attach(module: nn.Module, name: str, value: nn.Parameter) -> None:
 class _Block(nn.Module):
     """Computes from the parameters that were attached under the names of the specification."""
 
+    calls_linear = True
+    """Its linear layers are `halves.linear`."""
+
     def __init__(self, config: TransformerConfig, group: TensorGroup, attention: str, *, selective: bool) -> None:
         super().__init__()
         self.config, self.group, self.fused, self.selective = config, group, attention == "fused", selective
@@ -182,7 +186,7 @@ class _Block(nn.Module):
 
     def project(self, x: Tensor, name: str, params: dict[str, Tensor]) -> Tensor:
         """Column-cut: the outputs of this rank. [b, s, h] -> [b, s, n/t]."""
-        return F.linear(x, params[f"{name}.weight"], params.get(f"{name}.bias"))
+        return linear(x, params[f"{name}.weight"], params.get(f"{name}.bias"))
 
     def gathered(self, x: Tensor, norm: str, params: dict[str, Tensor]) -> Tensor:
         """Normalized, whole sequence: [b, s/t, h] -> [b, s, h]."""
@@ -259,7 +263,7 @@ class Layer(_Block):
             mixed = checkpoint(core, q, k, v, use_reentrant=False, preserve_rng_state=False)
         else:
             mixed = core(q, k, v)
-        parts = [F.linear(part.transpose(1, 2).flatten(2), params["attention.o.weight"])
+        parts = [linear(part.transpose(1, 2).flatten(2), params["attention.o.weight"])
                  for part in (mixed if isinstance(mixed, tuple) else (mixed,))]
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
@@ -307,7 +311,7 @@ class Layer(_Block):
         """[b, s, h] -> this rank's part of the down projection's sum, [b, s, h]."""
         activation, up = _ACTIVATIONS[self.config.activation], self.project(x, f"{name}.up", params)
         inner = activation(self.project(x, f"{name}.gate", params)) * up if self.config.gated else activation(up)
-        return F.linear(inner, params[f"{name}.down.weight"])
+        return linear(inner, params[f"{name}.down.weight"])
 
     def route(self, x: Tensor, params: dict[str, Tensor]) -> Tensor:
         """Every token through its experts, all of them, and through the shared MLP: [b, s/t, h] -> [b, s/t, h].
@@ -317,7 +321,7 @@ class Layer(_Block):
         experts, group = self.config.experts, self.group.experts or self.group
         assert experts is not None
         rows = x.flatten(0, 1)
-        probability, chosen = F.linear(rows, params["mlp.router.weight"]).softmax(-1, dtype=wide(x.dtype)).topk(
+        probability, chosen = linear(rows, params["mlp.router.weight"]).softmax(-1, dtype=wide(x.dtype)).topk(
             experts.per_token, -1)
         if experts.normalized:
             probability = probability / probability.sum(-1, keepdim=True)
@@ -350,7 +354,7 @@ class Layer(_Block):
         for e, (gate, up, down) in enumerate(weights):
             mine = pieces[e::number]
             one = torch.cat(mine) if len(mine) > 1 else mine[0]
-            one = F.linear(activation(F.linear(one, gate)) * F.linear(one, up), down)
+            one = linear(activation(linear(one, gate)) * linear(one, up), down)
             done.append(torch.split(one, [len(piece) for piece in mine]))
         return torch.cat([by_source[i] for i in range(len(counts)) for by_source in done])
 

@@ -125,6 +125,9 @@ class FlatOptimizer:
     def _update(self, p: Tensor, raw: Tensor, lo: int, hi: int, scale: float, lr: float, decay: float) -> None:
         rule = self.rule
         g = raw.to(p.dtype)
+        if rule.name == "sgd" and not decay and "momentum" not in self.state:
+            p.add_(g, alpha=-lr * scale)
+            return
         if scale != 1:
             g.mul_(scale)
         if rule.name == "adamw":

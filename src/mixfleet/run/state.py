@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from mixfleet.plan import Offload
 from mixfleet.program.action import GATHER, REDUCE
 from mixfleet.program.layout import Kind, Layout
 from mixfleet.run.collective import Flat, Part, cut_alike
+from mixfleet.run.halves import is_linear, mark_bound
 from mixfleet.run.optim import FlatOptimizer, Run
 from mixfleet.schedule.asynchronous import CURRENT
 
@@ -38,6 +40,15 @@ class Numbers(NamedTuple):
         compute = DTYPES[job.precision]
         gradient = {8: torch.float64, 4: torch.float32}.get(job.bytes.gradient_bytes, compute)
         return cls(compute, gradient, torch.float32 if job.bytes.master_bytes else None)
+
+
+class Gradient(NamedTuple):
+    """Where the gradient of a parameter lies in a unit's buffer."""
+
+    param: nn.Parameter
+    view: Tensor
+    lo: int
+    hi: int
 
 
 class Paged:
@@ -130,6 +141,11 @@ class Unit(Paged):
             self.paged[what] = [(flat, torch.zeros_like(flat.data, device="cpu", pin_memory=device.type == "cuda"))
                                 for flat in flats]
         self._homes = {id(flat.data): home for pairs in self.paged.values() for flat, home in pairs}
+        self.gradients: list[Gradient] = []
+        """Of the parameters that are views into this unit; tied ones lie in the same place."""
+        self._written: list[Gradient] = []
+        """Those that whoever computes them first writes, so that nobody need zero them."""
+        self._zeroed: tuple[int, list[Tensor]] = 0, []
         self.taken = True
         """Whether the gradient buffer's contents have been used, so that the next backward starts from zero."""
         self.updates = 0
@@ -159,6 +175,30 @@ class Unit(Paged):
             self.grad.release()
         for what in self.paged:
             self.free(what)
+
+    def clear(self) -> None:
+        """Let gradients start from zero. Those of weights that only linear layers use are left as they are: the first
+        product is written over them."""
+        places = Counter(g.lo for g in self.gradients)
+        fresh = [g for g in self.gradients if is_linear(g.param) and places[g.lo] == 1]
+        if self._zeroed[0] != len(fresh):
+            edges = [0, *(x for g in sorted(fresh, key=lambda g: g.lo) for x in (g.lo, g.hi)), len(self.grad.data)]
+            self._zeroed = len(fresh), [self.grad.data[lo:hi] for lo, hi in zip(edges[::2], edges[1::2]) if lo < hi]
+        for g in fresh:
+            g.param.grad = None
+        for part in self._zeroed[1] if fresh else [self.grad.data]:
+            part.zero_()
+        self._written = fresh
+
+    def complete(self) -> None:
+        """Let the whole gradient be in its buffer, zero where nobody computed any."""
+        for g in self._written:
+            if g.param.grad is None:
+                g.view.zero_()
+            elif g.param.grad is not g.view:  # autograd was first
+                g.view.copy_(g.param.grad)
+            g.param.grad = g.view
+        self._written = []
 
     def home(self, data: Tensor) -> Tensor:
         """Where the contents of a buffer stay between steps: the buffer itself, or its place in host memory."""
@@ -366,20 +406,24 @@ def bind(unit: Unit | Guest, modules: dict[int, nn.Module], layout: Layout, rank
                     shape = (hi - lo, *(n for d, n in enumerate(spec.shape) if d != split)) if spec.shape else ()
                     flats = (unit.compute, unit.grad) if spec.trainable and isinstance(unit, Unit) else (unit.compute,)
                     views = [flat.data[at:at + count].view(shape).movedim(0, split) for flat in flats]
-                    _put(modules[b], spec.name, *views)
+                    param = _put(modules[b], spec.name, *views)
+                    if len(views) > 1 and isinstance(unit, Unit):
+                        unit.gradients.append(Gradient(param, views[1], at, at + count))
         at += count
 
 
-def _put(module: nn.Module, name: str, weight: Tensor, grad: Tensor | None = None) -> None:
+def _put(module: nn.Module, name: str, weight: Tensor, grad: Tensor | None = None) -> nn.Parameter:
     """A parameter; without a gradient buffer it is frozen."""
     path, _, leaf = name.rpartition(".")
     # `.data` has a version counter of its own: gathering into the buffer must not upset what autograd saved.
     param = nn.Parameter(weight.data, requires_grad=grad is not None)
     if grad is not None and grad.dtype == weight.dtype:
         param.grad = grad
+        mark_bound(param, grad)
     elif grad is not None:
         param.register_post_accumulate_grad_hook(_adds_to(grad))  # type: ignore[no-untyped-call]
     setattr(module.get_submodule(path), leaf, param)
+    return param
 
 
 def _adds_to(total: Tensor) -> Callable[[Tensor], None]:

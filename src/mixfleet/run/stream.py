@@ -45,6 +45,7 @@ class Stream(Interpreter):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.writes_first = False
         self.readings: deque[Met] = deque(maxlen=REMEMBERED)
         """What the latest micro-batches met in this rank's first block."""
         self.depth = self.layout.plan.depth
