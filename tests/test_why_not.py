@@ -32,8 +32,8 @@ def test_possible_plans_are_possible() -> None:
     (one(toy.pipeline((0, 0, 5), ((0,), (1,)), samples=2)), "at least one block"),
     (one(toy.pipeline((0, 1, 2, 3, 4, 5, 5), tuple((i,) for i in range(6)), samples=2)), "6 stages for 5 blocks"),
     (one(toy.pipeline((1, 5), ((0,),), samples=2)), "must begin at block 0"),
-    (one(toy.pipeline((0, 5), ((0, 1, 2),), samples=2, tensor=(3,))), "does not divide 4 attention heads; nearest that "
-                                                                      "does: 2 or 4"),
+    (one(toy.pipeline((0, 5), ((0, 1, 2),), samples=2, tensor=(3,))), "does not divide 4 attention heads; nearest "
+                                                                      "possible: 2 or 4"),
     (one(toy.pipeline((0, 5), ((0, 1, 2),), samples=2, tensor=(2,))), "lists 3 devices; 1 replicas of tensor degree 2"),
     (one(toy.pipeline((0, 5), ((0,),), samples=2, tensor=(0,))), "tensor is 0"),
     (one(toy.pipeline((0, 5), ((9,),), samples=2)), "has 9; toy has devices 0-7"),
