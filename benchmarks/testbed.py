@@ -45,7 +45,7 @@ CHOSEN = "chosen by mixfleet"
 WINDOW_S, STEPS = 2.0, (2, 12)
 """A plan runs for this long, but so many steps."""
 READY_S = 300
-CALM, TRIES = 0.6, 2
+CALM, TRIES = 0.15, 2
 """Part of the machine that others may use while a contender runs, the kernel's own work among it; and runs at most."""
 PROBES, PROBE_SAMPLES = 6, 2
 INNER = Link(name="loopback", latency_s=60e-6, bandwidth_Bps=1e9)
