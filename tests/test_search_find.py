@@ -67,7 +67,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] if case == "six devices" else [])
+                                  for case in CASES])
 def test_equals_brute_force(case):
     work, where, limits = CASES[case]
     plans = list(enumerate_all(work, where, limits))
@@ -129,6 +130,7 @@ def test_enumeration_has_no_doubles_and_only_possible_plans():
     assert [p.ranks for p in alone] == [(0,)]
 
 
+@pytest.mark.slow
 def test_result_is_lawful_and_repeats_to_the_bit():
     work, where = job(layers=6, batch=24, hidden=1024, seq_len=1024), mixed()
     result = find(work, where)
