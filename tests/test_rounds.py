@@ -4,7 +4,6 @@ programs and prices, then real ranks beside one process."""
 from __future__ import annotations
 
 import math
-from collections import Counter
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
@@ -36,8 +35,7 @@ from mixfleet.search.variants import compare, under
 from mixfleet.sim import predict
 from mixfleet.sim.hazards import hazards
 from mixfleet.sim.interpreter import play
-from mixfleet.sim.sent import bytes_sent
-from run_pool import CLUSTER, Case, Pool, job
+from run_pool import CLUSTER, Case, Pool, assert_bytes, job
 from sim_toys import free_overheads  # noqa: F401
 from test_offload import toy_cluster
 from test_program import edited
@@ -272,13 +270,7 @@ def test_late_updates_are_one_step_late(pool: Pool) -> None:
 def test_legs_go_round_and_bytes_are_those_predicted(pool: Pool) -> None:
     case = RUNS["three workers, six legs"]._replace(trace=True)
     found = pool.run(case)
-    layout = Layout(case.plan, case.job.model)
-    expected = bytes_sent(lower(case.plan, case.job.model, layout), case.plan, case.job, layout)
-    for rank, outcome in zip(case.plan.ranks, found):
-        sent: Counter[str] = Counter()
-        for (op, _), n in outcome.sent.items():
-            sent[op] += n
-        assert sent == {op: n * case.steps for op, n in expected[str(rank)].items()}
+    assert_bytes(case, found)
     first = {}
     for outcome in found:
         for span in outcome.spans:

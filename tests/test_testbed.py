@@ -305,6 +305,14 @@ def carry(bed: Bed, nbytes: int) -> float:
     return float(out)
 
 
+def assert_same_end(found: Path, expected: Path) -> None:
+    """The newest checkpoints of two runs have used the same samples, and have the same weights."""
+    one, other = Reader(found), Reader(expected)
+    assert one.state.position == other.state.position
+    for key in {entry.tensor for entry in other.index.pieces}:
+        torch.testing.assert_close(one.whole(key, "weights"), other.whole(key, "weights"), rtol=1e-9, atol=1e-12)
+
+
 class TestReal:
     pytestmark = as_root
 
@@ -437,11 +445,7 @@ class TestReal:
             assert after.first_step == leg.last_step
         calm = train(ALONE, work, CLUSTER, steps=legs[-1].last_step, out_dir=tmp_path / "calm")
         assert calm is not None
-        found, expected = Reader(tmp_path / "checkpoints"), Reader(tmp_path / "calm/checkpoints")
-        assert found.state.position == expected.state.position
-        for key in {entry.tensor for entry in expected.index.pieces}:
-            torch.testing.assert_close(found.whole(key, "weights"), expected.whole(key, "weights"), rtol=1e-9,
-                                       atol=1e-12)
+        assert_same_end(tmp_path / "checkpoints", tmp_path / "calm/checkpoints")
 
     @pytest.mark.slow
     @pytest.mark.timeout(400)
@@ -465,11 +469,7 @@ class TestReal:
         assert legs[-1].last_step == 400
         calm = train(ALONE, work, CLUSTER, steps=400, out_dir=tmp_path / "calm")
         assert calm is not None
-        found, expected = Reader(tmp_path / "run/checkpoints"), Reader(tmp_path / "calm/checkpoints")
-        assert found.state.position == expected.state.position
-        for key in {entry.tensor for entry in expected.index.pieces}:
-            torch.testing.assert_close(found.whole(key, "weights"), expected.whole(key, "weights"), rtol=1e-9,
-                                       atol=1e-12)
+        assert_same_end(tmp_path / "run/checkpoints", tmp_path / "calm/checkpoints")
 
     @pytest.mark.slow
     @pytest.mark.timeout(300)
@@ -493,10 +493,7 @@ class TestReal:
         assert max(seconds[4:6]) > 2 * usual
         assert max(seconds[9:11]) > 2 * usual
         assert result.losses == pytest.approx(calm.losses, rel=1e-9)
-        found, expected = Reader(tmp_path / "bed/checkpoints"), Reader(tmp_path / "calm/checkpoints")
-        for key in {entry.tensor for entry in expected.index.pieces}:
-            torch.testing.assert_close(found.whole(key, "weights"), expected.whole(key, "weights"), rtol=1e-9,
-                                       atol=1e-12)
+        assert_same_end(tmp_path / "bed/checkpoints", tmp_path / "calm/checkpoints")
 
     @pytest.mark.slow
     @pytest.mark.timeout(300)

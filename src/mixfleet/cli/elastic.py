@@ -42,8 +42,8 @@ def elastic(job: Path, cluster: Path, out: Path, machine: str | None, steps: int
     from mixfleet.job import Job
     from mixfleet.run.elastic import elastic_commands, newest, take_part
     from mixfleet.run.metrics import METRICS, Reporter
+    from mixfleet.search import best_plan
     from mixfleet.sim import predict
-    from mixfleet.testbed.elastic import best_plan
 
     work, fleet = Job.load(job), Cluster.load(cluster)
     if commands:

@@ -33,6 +33,8 @@ from mixfleet.spec import Spec
 LEGS = "legs.jsonl"
 SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """Set to 1, torchrun's processes meet at a store of their own every time; else they find what the last time left."""
+_RENDEZVOUS = "keep_alive_interval=1,keep_alive_max_attempt=4,last_call_timeout=3"
+"""A node that is silent for 4 s is gone; those that are left wait 3 s for others before they begin."""
 _MEET = timedelta(minutes=5)
 _LOOK_S, _BEAT_S = 0.2, 0.5
 _LEAVE_S = 30.0
@@ -208,13 +210,18 @@ def elastic_commands(cluster: Cluster, arguments: Sequence[str], *, port: int = 
     head = cluster.nodes[0].name
     found = []
     for node in cluster.nodes:
-        words = ["torchrun", f"--nnodes={least}:{len(cluster.nodes)}", f"--nproc-per-node={len(node.devices)}",
-                 "--rdzv-backend=c10d", f"--rdzv-endpoint={head}:{port}", f"--rdzv-id={cluster.name}".replace(" ", "-"),
-                 f"--rdzv-conf={RENDEZVOUS}", f"--max-restarts={restarts}", "--no-python", "mixfleet", "elastic",
-                 *arguments, "--machine", node.name]
+        words = ["torchrun", *agent_options(len(node.devices), len(cluster.nodes), f"{head}:{port}",
+                                            cluster.name.replace(" ", "-"), least=least, restarts=restarts),
+                 "--no-python", "mixfleet", "elastic", *arguments, "--machine", node.name]
         found.append((node.name, f"{SHARED_STORE}=1 " + shlex.join(words)))
     return found
 
 
-RENDEZVOUS = "keep_alive_interval=1,keep_alive_max_attempt=4,last_call_timeout=3"
-"""A node that is silent for 4 s is gone; those that are left wait 3 s for others before they begin."""
+def agent_options(processes: int, nodes: int, endpoint: str, id: str, *, least: int = 1, restarts: int,
+                  head: bool | None = None) -> list[str]:
+    """What torchrun is told on a node with so many processes, of `least` to `nodes` nodes. They meet at `endpoint`;
+    `head` says whether that is this node, where torchrun cannot see it from the name."""
+    host = "" if head is None else f",is_host={head}"
+    return [f"--nnodes={least}:{nodes}", f"--nproc-per-node={processes}", "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={endpoint}", f"--rdzv-id={id}", f"--rdzv-conf={_RENDEZVOUS}{host}",
+            f"--max-restarts={restarts}"]

@@ -57,7 +57,7 @@ from mixfleet.program.action import (
 )
 from mixfleet.program.layout import Layout
 from mixfleet.run.collective import Chain, Copies, Fabric, Sums, Task, overlaps
-from mixfleet.run.halves import Later, Linears, PutOff, adopt
+from mixfleet.run.linear import Later, Linears, PutOff, adopt
 from mixfleet.run.modules import TABLES
 from mixfleet.run.parked import Parked, Storages, constants
 from mixfleet.run.state import DTYPES, Paged, Unit, bind

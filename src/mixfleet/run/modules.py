@@ -28,7 +28,7 @@ from mixfleet.errors import InputError
 from mixfleet.model.spec import Model, Param
 from mixfleet.model.transformer import TransformerConfig
 from mixfleet.plan import Recompute
-from mixfleet.run.halves import linear
+from mixfleet.run.linear import linear
 from mixfleet.run.tensor import (
     ALONE,
     TensorGroup,
@@ -161,7 +161,7 @@ class _Block(nn.Module):
     """Computes from the parameters that were attached under the names of the specification."""
 
     calls_linear = True
-    """Its linear layers are `halves.linear`."""
+    """Its linear layers are `linear.linear`."""
 
     def __init__(self, config: TransformerConfig, group: TensorGroup, attention: str, *, selective: bool) -> None:
         super().__init__()

@@ -14,7 +14,7 @@ from mixfleet.plan import Offload
 from mixfleet.program.action import GATHER, REDUCE
 from mixfleet.program.layout import Kind, Layout
 from mixfleet.run.collective import Flat, Part, cut_alike
-from mixfleet.run.halves import is_linear, mark_bound
+from mixfleet.run.linear import is_linear, mark_bound
 from mixfleet.run.optim import FlatOptimizer, Run
 from mixfleet.schedule.asynchronous import CURRENT
 

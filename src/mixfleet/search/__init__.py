@@ -1,6 +1,6 @@
 """Which plan is best, why, and what was rejected and why."""
 
-from mixfleet.search.finder import find
+from mixfleet.search.finder import best_plan, find
 from mixfleet.search.reschedule import reschedule
 from mixfleet.search.result import (
     Alternative,
@@ -14,4 +14,4 @@ from mixfleet.search.result import (
 from mixfleet.search.space import Limits, enumerate_all
 
 __all__ = ["Alternative", "LeftOver", "Limits", "NearestMiss", "Objective", "Ranked", "Rejection", "SearchResult",
-           "enumerate_all", "find", "reschedule"]
+           "best_plan", "enumerate_all", "find", "reschedule"]

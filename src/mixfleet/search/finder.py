@@ -477,3 +477,12 @@ def _found(search: Search, top: int, limits: Limits, schedule_search: bool) -> S
     if schedule_search:
         search.reorder()
     return explain(search, top, exact and search.complete)
+
+
+def best_plan(job: Job, cluster: Cluster) -> Plan:
+    """What the search finds; InputError if nothing fits."""
+    best = find(job, cluster, top=1).best
+    if best is None:
+        names = ", ".join(node.name for node in cluster.nodes)
+        raise InputError(f"no plan for {job.name} fits what is left of {cluster.name}: {names}")
+    return best.plan

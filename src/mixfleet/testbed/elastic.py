@@ -29,10 +29,10 @@ from mixfleet.cluster import Cluster
 from mixfleet.errors import InputError, RunError
 from mixfleet.job import Job
 from mixfleet.plan import Plan
-from mixfleet.run.elastic import RENDEZVOUS, SHARED_STORE, Begun, Leg, legs, newest
+from mixfleet.run.elastic import SHARED_STORE, Begun, Leg, agent_options, legs, newest
 from mixfleet.run.launch import train
 from mixfleet.run.metrics import METRICS, StepMetrics
-from mixfleet.search import find
+from mixfleet.search import best_plan
 from mixfleet.sim import predict
 from mixfleet.testbed.bed import Testbed
 from mixfleet.testbed.faults import Schedule, explained, injected
@@ -89,15 +89,6 @@ def train_elastically(bed: Testbed, cluster: Cluster, job: Job, out: Path, *, st
             if failed == FAILURES:
                 raise RunError(f"{FAILURES} attempts failed without a checkpoint between them; the last: {failure}")
     return found
-
-
-def best_plan(job: Job, cluster: Cluster) -> Plan:
-    """What the search finds; InputError if nothing fits."""
-    best = find(job, cluster, top=1).best
-    if best is None:
-        names = ", ".join(node.name for node in cluster.nodes)
-        raise InputError(f"no plan for {job.name} fits what is left of {cluster.name}: {names}")
-    return best.plan
 
 
 @contextmanager
@@ -225,12 +216,10 @@ class _Agents:
         bed = self._bed
         seats = [s for s in bed.layout.seats if s.node == node]
         sit = [sys.executable, "-m", "mixfleet", "testbed", "enter", bed.layout.id, node, "--"]
-        words = [sys.executable, "-m", "torch.distributed.run", f"--nnodes=1:{len(bed.layout.nodes)}",
-                 f"--nproc-per-node={len(seats)}", "--rdzv-backend=c10d", f"--rdzv-endpoint={self._endpoint}",
-                 f"--rdzv-id={bed.layout.id}", f"--rdzv-conf={RENDEZVOUS},is_host={node == self._head}",
-                 "--max-restarts=100",
-                 f"--local-addr={bed.layout.addresses[node]}", "--no-python", *sit, sys.executable, "-m",
-                 *self._command, "--machine", node]
+        words = [sys.executable, "-m", "torch.distributed.run", *agent_options(
+                     len(seats), len(bed.layout.nodes), self._endpoint, bed.layout.id, restarts=100,
+                     head=node == self._head), f"--local-addr={bed.layout.addresses[node]}", "--no-python", *sit,
+                 sys.executable, "-m", *self._command, "--machine", node]
         env = {k: v for k, v in os.environ.items() if not k.startswith(_MINE)}
         with open(self.log(node), "ab") as log:
             self._running[node] = subprocess.Popen(

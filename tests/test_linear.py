@@ -1,4 +1,4 @@
-"""Backward in two halves: the same gradients, and nothing is kept when both are done."""
+"""Linear layers that add to gradients themselves, at once or later; nothing is kept in the end."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 import toy
 from mixfleet.job import Optimizer
 from mixfleet.program.layout import Layout
-from mixfleet.run import halves
-from mixfleet.run.halves import Later, Linears, PutOff, adopt, linear, mark_bound
+from mixfleet.run import linear as engine
+from mixfleet.run.linear import Later, Linears, PutOff, adopt, linear, mark_bound
 from mixfleet.run.state import Unit, bind
 
 
@@ -72,8 +72,8 @@ def test_gradients_go_straight_to_their_buffer(rows, kept, monkeypatch):
     for p, buffer in zip(layers.parameters(), buffers):
         p.grad = buffer
         mark_bound(p, buffer)
-    straight, added = halves._accumulate, []
-    monkeypatch.setattr(halves, "_accumulate", lambda weight, *ab: (added.append(weight), straight(weight, *ab)))
+    straight, added = engine._accumulate, []
+    monkeypatch.setattr(engine, "_accumulate", lambda weight, *ab: (added.append(weight), straight(weight, *ab)))
     adopt(layers)
     (layers(x) if kept else checkpoint(layers, x, use_reentrant=False)).square().sum().backward()
     assert [w is layer.weight for w, layer in zip(added, (layers[2], layers[0]), strict=True)] == [True, True]
