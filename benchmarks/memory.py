@@ -52,11 +52,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-class _Living(TorchDispatchMode):
+class _Living(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Bytes of all storages made under it that are still alive, and their peak."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._sizes: dict[int, int] = {}
         self.peak = self._now = 0
 

@@ -82,8 +82,9 @@ def _plan(name: str, blocks: int, stages: int) -> Any:
     home = SCHEDULES[name].place(stages, rounds)
     size = blocks // len(home)
     chunks = [[(k * size, (k + 1) * size) for k, h in enumerate(home) if h == s] for s in range(stages)]
-    return Plan(schedule=name, pipelines=(Pipeline(samples=MICRO_BATCHES, micro_batch=1, stages=tuple(
-        Stage(blocks=c[0], more=tuple(c[1:]), devices=(s,)) for s, c in enumerate(chunks))),))  # type: ignore[arg-type]
+    return Plan(schedule=name, pipelines=(Pipeline(  # type: ignore[arg-type]
+        samples=MICRO_BATCHES, micro_batch=1, stages=tuple(
+            Stage(blocks=c[0], more=tuple(c[1:]), devices=(s,)) for s, c in enumerate(chunks))),))
 
 
 def _squared(output: Any, target: Any) -> Any:
@@ -177,7 +178,7 @@ def _sleepers(units: list[float]) -> list[Any]:
     import torch
     from torch import nn
 
-    import mixfleet.run.halves as halves
+    import mixfleet.run.linear as linear
 
     class Busy(torch.autograd.Function):
         @staticmethod
@@ -200,19 +201,20 @@ def _sleepers(units: list[float]) -> list[Any]:
         def forward(self, x: Any) -> Any:
             weight = self.linear.weight
             if not self.hooked and self.seconds and weight.requires_grad:
-                weight.seconds, self.hooked = self.seconds, True  # type: ignore[assignment]
+                weight.seconds, self.hooked = self.seconds, True  # type: ignore[attr-defined]
                 # Without a gradient it is the input half of a backward: the weight half waits in `slowly`.
-                weight.register_hook(lambda grad: None if grad is None else _wait(self.seconds))
-            return nn.functional.linear(Busy.apply(x, self.seconds), weight)
+                weight.register_hook(  # type: ignore[no-untyped-call]
+                    lambda grad: None if grad is None else _wait(self.seconds))
+            return nn.functional.linear(Busy.apply(x, self.seconds), weight)  # type: ignore[no-untyped-call]
 
-    if not hasattr(halves, "_plain"):
-        halves._plain = halves._accumulate  # type: ignore[attr-defined]
+    if not hasattr(linear, "_plain"):
+        linear._plain = linear._accumulate  # type: ignore[attr-defined]
 
         def slowly(weight: Any, rows: Any, inputs: Any) -> None:
             _wait(getattr(weight, "seconds", 0.0))
-            halves._plain(weight, rows, inputs)  # type: ignore[attr-defined]
+            linear._plain(weight, rows, inputs)  # type: ignore[attr-defined]
 
-        halves._accumulate = slowly
+        linear._accumulate = slowly
     return [Sleeper(n * UNIT_S) for n in units]
 
 

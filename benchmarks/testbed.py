@@ -215,9 +215,10 @@ def _carry_out(order: Order, rank: int, mark: Callable[[], None]) -> Outcome | N
         mine.start()
         sent = mine.fabric.sent
 
-        def step(number: int) -> None:
+        def own(number: int) -> None:
             mine.interpreter.step(mine.batches(number), order.work.optimizer.lr)
 
+        step: Callable[[int], None] = own
         finish, close, recorder = mine.interpreter.finish, mine.close, mine.recorder
     else:
         from benchmarks.peers import ddp, fsdp, zero
@@ -242,7 +243,7 @@ def _carry_out(order: Order, rank: int, mark: Callable[[], None]) -> Outcome | N
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
     mark()
     probed = (probed + probe_s()) / 2
-    sent, spans, bounds = Counter(sent) - before, [], []
+    sent, spans, bounds = Counter(sent) - before, list[Any](), list[Any]()
     if recorder and order.traced:
         recorder.start()
         dist.barrier()  # the probe took longer where the rank is slow
@@ -324,7 +325,7 @@ class Pool:
             if not ready:
                 raise RuntimeError(f"{len(waiting)} ranks hang")
             for pipe in ready:
-                message = pipe.recv()  # type: ignore[union-attr]
+                message = pipe.recv()  # type: ignore[union-attr, call-arg]
                 if isinstance(message, str) and message != expected:
                     raise RuntimeError(f"rank {waiting[pipe]}: {message}")  # type: ignore[index]
                 found[waiting[pipe]] = message  # type: ignore[index]
@@ -516,6 +517,7 @@ def _row(cluster: str, order: Order, found: Measured, usual_s: float, plain_s: f
     for rank in plan.ranks:
         outcome = outcomes[rank]
         assert outcome is not None
+        assert prediction.sent_bytes is not None
         kinds: Counter[str] = Counter()
         for (kind, dst), nbytes in outcome.sent.items():
             kinds[kind] += nbytes
