@@ -60,7 +60,8 @@ from mixfleet.program.action import (
 )
 from mixfleet.program.layout import Kind, Layout
 from mixfleet.sim.experts import Experts
-from mixfleet.sim.interpreter import Row, host_bytes
+from mixfleet.sim.interpreter import Row
+from mixfleet.sim.pricing import host_bytes
 from mixfleet.sim.traffic import alike
 
 HOLDS = ("weights", "gradients", "master", "moments", "activations", "messages", "gathered weights",

@@ -8,7 +8,7 @@ from mixfleet.plan import Plan
 from mixfleet.program.action import SEND_ACT, SEND_GRAD, Action, B, F, I, W
 from mixfleet.program.layout import Layout
 from mixfleet.schedule.greedy import Work
-from mixfleet.sim.interpreter import Pricing
+from mixfleet.sim.pricing import Pricing
 from mixfleet.sim.traffic import Traffic
 from mixfleet.units import NS_PER_S
 
