@@ -6,11 +6,13 @@ from copy import deepcopy
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from mixfleet.errors import InputError
 from mixfleet.job import Optimizer
 from mixfleet.run.trainer import Trainer
+from mixfleet.run.worker import Rank
 from run_pool import CLUSTER, pipe, plan
 
 torch.set_num_threads(1)
@@ -31,6 +33,33 @@ def _trainer(blocks: list[nn.Module], **changes: object) -> Trainer:
     torch.manual_seed(3)
     return Trainer(blocks, squared, torch.randn(11, 5).double(), torch.randn(11, 2).double(), **{  # type: ignore[arg-type]
         "global_batch": 6, "precision": "fp64", "optimizer": Optimizer(lr=0.05), **changes})
+
+
+def test_blocks_that_nothing_parts_go_through_backward_in_one(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    """Recompute, or a recorder, parts them; the step is the same to the bit."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/one", rank=0, world_size=1)
+    backward, calls = torch.autograd.backward, []
+    monkeypatch.setattr(torch.autograd, "backward", lambda *args: (calls.append(1), backward(*args)))
+    found = {}
+    for name, recompute in (("joined", "none"), ("recorded", "none"),
+                            ("third again", ("none", "none", "full", "none"))):
+        trainer = _trainer(_chain())
+        one = plan(pipe((0, 4), (0,), samples=6, micro_batch=2))
+        one = one.replace(pipelines=(one.pipelines[0].replace(
+            stages=(one.pipelines[0].stages[0].replace(recompute=recompute),)),))
+        rank = Rank(one, trainer.job, CLUSTER, trainer.source, 0)
+        rank.start()
+        if name == "recorded":
+            rank.recorder.start()
+        calls.clear()
+        result = rank.interpreter.step(rank.batches(0), 0.05)
+        found[name] = len(calls), result.loss, [u.weights.data.clone() for u in rank.interpreter.units.values()]
+        rank.close()
+    dist.destroy_process_group()
+    assert [count for count, *_ in found.values()] == [3, 3 * 4, 3 * 3]
+    for _, loss, weights in found.values():
+        assert loss == found["joined"][1]
+        assert all(map(torch.equal, weights, found["joined"][2]))
 
 
 def test_trains_like_a_plain_loop() -> None:

@@ -1,8 +1,8 @@
 """One rank carries out its role of a program with PyTorch.
 
 Actions run in the order of the list. State moves on streams of its own and is waited for at first use, by the buffer
-that it changes. Forward runs block by block as separate autograd segments, so that backward, gathers and reductions
-can go block by block as well.
+that it changes. Where gathers, reductions or a recorder go block by block, each block is an autograd segment of its
+own; all other blocks of an action are one.
 """
 
 from __future__ import annotations
@@ -121,6 +121,19 @@ class StepResult(NamedTuple):
     """When it ended on this rank, where it is known only later."""
 
 
+class _Segment(NamedTuple):
+    """What forward keeps of blocks that backward goes through in one."""
+
+    first: int
+    """Block."""
+    leaf: Tensor
+    """What entered it."""
+    out: Tensor | None
+    """What came out of the last one; None where backward computes that again."""
+    held: list[int]
+    """Storages that are counted as kept."""
+
+
 class _Leg(NamedTuple):
     """A part of a message between stages: with which rank, samples [first, last) and positions [lo, hi) of what this
     rank has."""
@@ -207,9 +220,13 @@ class Interpreter:
             **dict.fromkeys((KEEP, ANTICIPATE, USE, DROP), self._version)}
         self._values: dict[tuple[str, int, int], Tensor | _Arrival] = {}
         """Activations `x` and gradients `g` at block boundaries, by (kind, block, micro-batch)."""
-        self._saved: dict[tuple[int, int], tuple[Tensor, Tensor | None, list[int]]] = {}
-        self._halved = {(b, a.mb) for a in role.actions if a.op == I for b in range(a.lo, a.hi)}
-        self._parks = {(a.lo, a.mb) for a in role.actions if a.op == PARK_SAVED}
+        self._saved: dict[tuple[int, int], _Segment] = {}
+        """By their last block and micro-batch."""
+        self._joins = {b for b, block in enumerate(layout.model.blocks) if b - 1 in self._modes and b in self._modes
+                       and block.hands_down and not layout.model.blocks[b - 1].idle_backward
+                       and "full" not in (self._modes[b - 1], self._modes[b])}
+        """Blocks that may be one segment with the block before, both being here."""
+        self._read(role)
         self._parked: dict[tuple[int, int], tuple[Parked, Task | None]] = {}
         """What lies in host memory, or is on its way there or back."""
         self._later: dict[tuple[int, int], tuple[Later, list[int]]] = {}
@@ -318,10 +335,17 @@ class Interpreter:
 
     def follow(self, role: Role, pipeline: Pipeline) -> None:
         """Go on by another role of the same place: other micro-batches, but the same state."""
-        self.role, self.pipeline = role, pipeline
+        self.pipeline = pipeline
         self._sizes, self._routes = pipeline.sizes(role.stage, self.place.member), {}
+        self._read(role)
+
+    def _read(self, role: Role) -> None:
+        """What has to be known of later actions beforehand."""
+        self.role = role
         self._halved = {(b, a.mb) for a in role.actions if a.op == I for b in range(a.lo, a.hi)}
         self._parks = {(a.lo, a.mb) for a in role.actions if a.op == PARK_SAVED}
+        self._cuts = {(b, a.mb % len(self._sizes)) for a in role.actions if a.op in (B, I) for b in (a.lo, a.hi)}
+        """Where backward of a micro-batch goes from one action to the next, in whatever step."""
 
     def locate(self, batches: Sequence[MicroBatch]) -> tuple[int, int, int, int] | None:
         """Repeat a broken step and look where numbers cease to be finite on this rank, first in time: (0 forward or 1
@@ -362,39 +386,45 @@ class Interpreter:
     def _forward(self, action: Action) -> None:
         if self._absent(action.mb):
             return
-        x = self._input(action)
+        x, first = self._input(action), action.lo
         for b in range(action.lo, action.hi):
             for unit in self._units_of[b]:
                 unit.compute.wait()
-            block = self.layout.model.blocks[b]
+            block, ends = self.layout.model.blocks[b], b + 1 == action.hi or self._apart(b + 1, action.mb)
             with self.recorder.span("compute", f"F{b}.{action.mb}", "forward"):
-                leaf = x if b == 0 else x.detach().requires_grad_(block.hands_down)
-                held: list[int] = []
+                if b == first:
+                    leaf = x if b == 0 else x.detach().requires_grad_(block.hands_down)
+                    x, held = leaf, list[int]()
                 kept: Storages | None = {} if (b, action.mb) in self._parks else None
-                if block.idle_backward:
+                out: Tensor | None
+                if block.idle_backward or self._modes[b] == "full":
                     with torch.no_grad():
-                        out = self._run(b, leaf, action.mb)
-                    if b >= self.layout.floor:
-                        self._saved[b, action.mb] = leaf.to("meta"), None, held
-                elif self._modes[b] == "full":
-                    with torch.no_grad():
-                        out = self._run(b, leaf, action.mb)
-                    self._saved[b, action.mb] = leaf, None, held
+                        x, out = self._run(b, x, action.mb), None
+                    if block.idle_backward:
+                        leaf = leaf.to("meta")
                 else:
                     with self.recorder.saving(held, self._weight_storages, kept):
-                        out = self._run(b, leaf, action.mb)
-                    self._saved[b, action.mb] = leaf, out, held
-                if b >= self.layout.floor:
+                        x = out = self._run(b, x, action.mb)
+                if ends and b >= self.layout.floor:
+                    self._saved[b, action.mb] = _Segment(first, leaf, out, held)
                     self.recorder.hold(leaf, held)
                 if kept is not None:
-                    self._parked[b, action.mb] = self._may_go(b, action.mb, leaf, out, kept), None
-            self._watch(out, b, action.mb, backward=False)
+                    self._parked[b, action.mb] = self._may_go(b, action.mb, leaf, x, kept), None
+            self._watch(x, b, action.mb, backward=False)
             self._mark(f"F{b}.{action.mb}")
-            x = out.detach()
+            if ends:
+                x, first = x.detach(), b + 1
         if action.hi == len(self.layout.model.blocks):
             self._loss += x
         else:
             self._values["x", action.hi, action.mb] = x
+
+    def _apart(self, block: int, mb: int) -> bool:
+        """Whether block and the one before it are segments of their own: where something happens between them in
+        backward, or somebody looks at each block."""
+        return (self.recorder.on or self.broken is not None or block not in self._joins
+                or (block, mb % len(self._sizes)) in self._cuts or (block, mb) in self._parks
+                or (block - 1, mb) in self._parks)
 
     def _may_go(self, block: int, mb: int, leaf: Tensor, out: Tensor, kept: Storages) -> Parked:
         """What a forward saved that may lie in host memory."""
@@ -450,11 +480,15 @@ class Interpreter:
         return out
 
     def _backward(self, action: Action) -> None:
-        blocks, mb = self.layout.model.blocks, action.mb
-        for b in reversed(range(action.lo, action.hi)):
-            for unit in self._units_of[b]:
+        blocks, mb, end = self.layout.model.blocks, action.mb, action.hi
+        while end > action.lo:
+            b = end - 1
+            first = b if self._absent(mb) else self._saved[b, mb].first
+            units = [unit for k in reversed(range(first, end)) for unit in self._units_of[k]]
+            for unit in units:
                 unit.compute.wait()
                 self._clear(unit)
+            end = first
             if self._absent(mb):
                 continue
             grad = (torch.tensor(self._loss_gradient(mb), dtype=torch.float64, device=self.device)
@@ -463,7 +497,7 @@ class Interpreter:
                 task = self._parked.pop((b, mb))[1]
                 if task:
                     task.wait()
-            leaf, out, held = self._saved.pop((b, mb))
+            _, leaf, out, held = self._saved.pop((b, mb))
             if blocks[b].idle_backward:
                 self._later[b, mb] = [], []
             elif out is None:
@@ -479,11 +513,11 @@ class Interpreter:
             else:
                 self.recorder.drop(held)
             self._watch(leaf.grad, b, mb, backward=True)
-            for unit in self._units_of[b]:
+            for unit in units:
                 self._watch(unit.grad.data, b, mb, backward=True)
-            if b > self.layout.floor:
+            if first > self.layout.floor:
                 nothing = torch.zeros((), dtype=leaf.dtype, device=self.device).expand(leaf.shape)
-                self._values["g", b, mb] = leaf.grad if leaf.grad is not None else nothing
+                self._values["g", first, mb] = leaf.grad if leaf.grad is not None else nothing
                 leaf.grad = None
             self._mark(f"B{b}.{mb}")
 

@@ -88,8 +88,10 @@ class FlatOptimizer:
             self._count = torch.full((), float(self.steps), device=value[0].device)
         at = 0
         for i, v in enumerate(value):
-            chunk = _CHUNK.get(v.device.type, v.numel())
             for part in self._parts:
+                # What makes one pass and no temporaries needs no chunks.
+                whole = not (self.state or part.decay) and gradient[i].dtype == v.dtype
+                chunk = max(1, v.numel()) if whole else _CHUNK.get(v.device.type, v.numel())
                 lo, hi = max(part.lo, at), min(part.hi, at + v.numel())
                 for a in range(lo, hi, chunk):
                     b = min(hi, a + chunk)
