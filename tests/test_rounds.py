@@ -37,7 +37,7 @@ from mixfleet.sim.hazards import hazards
 from mixfleet.sim.interpreter import play
 from run_pool import CLUSTER, Case, Pool, assert_bytes, job
 from sim_toys import free_overheads  # noqa: F401
-from test_offload import toy_cluster
+from test_offload import ALL, toy_cluster
 from test_program import edited
 from test_run_equality import check_equality
 from test_sim_hazards import reachable
@@ -217,6 +217,9 @@ RUNS = {
     "four workers, many forward legs": Case(rounds((0, 1, 2, 4), (0, 1, 2, 4, 5), 4, samples=6, micro_batch=4),
                                             job(optimizer=SGD)),
     "one worker": Case(rounds((0,), (0, 5), 1, samples=6, micro_batch=3), job()),
+    "stepped by the host": Case(rounds((0, 2, 4), (0, 1, 3, 4, 5), 3, samples=6, offload=ALL), job(clip_norm=0.3)),
+    "stepped by the host, tied": Case(
+        rounds((0, 3), (0, 1, 2, 3, 5), 2, samples=6, micro_batch=2, offload=ALL), job(**_TIED)),
 }
 
 
@@ -228,9 +231,10 @@ def test_equals_one_process(name: str, pool: Pool) -> None:
     check_equality(case, pool)
 
 
-def test_late_updates_are_one_step_late(pool: Pool) -> None:
+@pytest.mark.parametrize("name", ["three workers, six legs", "stepped by the host"])
+def test_late_updates_are_one_step_late(name: str, pool: Pool) -> None:
     """W(t + 1) = W(t) - step of the gradient at W(t - 1), and W(1) from that at W(0)."""
-    base = RUNS["three workers, six legs"]
+    base = RUNS[name]
     case = base._replace(plan=base.plan.replace(synchronization=Synchronization(late=True)),
                          job=job(optimizer=SGD), steps=6)
     assert why_not(case.plan, case.job, CLUSTER) is None

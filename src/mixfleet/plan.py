@@ -33,9 +33,10 @@ Accumulation = Literal["plain", "layered"]
 reduced once per pass, however many there are (Cephalo, arXiv 2411.01075). All of them are in flight then."""
 
 
-Offload = Literal["weights", "optimizer"]
-"""What a stage keeps in host memory: weights, loaded for each use; the optimizer's state (moments and master weights),
-loaded for the update."""
+Offload = Literal["weights", "gradients", "optimizer"]
+"""What a stage keeps in host memory: weights, loaded for each use; gradients, which go there as backward makes them;
+the optimizer's state (moments and master weights), loaded for the update. Where gradients and state lie there, the host
+makes the update."""
 
 
 Dispatch = Literal["split", "round-robin"]
@@ -120,6 +121,11 @@ class Stage(Spec, frozen=True, kw_only=True):
             return self.recompute
         runs = [(mode, [b for b, _ in run]) for mode, run in groupby(self.modes.items(), lambda entry: entry[1])]
         return ", ".join(f"{mode} {run[0]}" + (f"-{run[-1]}" if len(run) > 1 else "") for mode, run in runs)
+
+    @property
+    def hosted(self) -> bool:
+        """Whether the host makes the update: gradients and the optimizer's state are there."""
+        return {"gradients", "optimizer"} <= {*self.offload}
 
     @property
     def away(self) -> tuple[str, ...]:

@@ -99,6 +99,10 @@ STAGED = ("RTX", "TitanRTX", "L4", "L40", "A10G", "T4")
 STAGED_PAIRS = ("RTX", "TitanRTX")
 """and those that do not reach each other even as a pair of one machine."""
 
+HOST_STEP_BPS = 120e9
+"""Bytes per second of an optimizer step in the memory of a host with two sockets: what ZeRO-Offload's CPU Adam reaches
+(arXiv 2101.06840, recalled: 0.22 s for 1e9 parameters of 28 bytes). Not measured here."""
+
 COLLECTIVE_S: dict[str, float] = {"gpu": 25e-6, "cpu": 100e-6}
 """Seconds of a collective call that depend neither on bytes nor on ranks."""
 

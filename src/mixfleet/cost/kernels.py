@@ -21,6 +21,7 @@ from mixfleet.catalog.efficiency import (
     EFFICIENCY,
     FUSED_ATTENTION,
     GAP_S,
+    HOST_STEP_BPS,
     LAUNCH_S,
     LINK_EFFICIENCY,
     SEND_S,
@@ -407,6 +408,25 @@ def anticipate_s(elements: int, device: Device, job: Job) -> float:
     return elements * nbytes / device.memory_Bps / efficiency(device, "optimizer") / device.share
 
 
+def host_step_s(elements: int, device: Device, job: Job, sharing: int, host_Bps: float) -> float:
+    """Seconds of an optimizer step over `elements` parameters in the memory of the device's host, which makes the steps
+    of `sharing` devices at once; `host_Bps` is what it can move, 0 if that is not known. A CPU is its own host."""
+    if device.kind == "cpu":
+        return optimizer_s(elements, device, job)
+    rate = min(host_Bps or HOST_STEP_BPS, HOST_STEP_BPS)
+    return elements * _step_bytes(job, "fused") * max(1, sharing) / rate
+
+
+def _step_bytes(job: Job, implementation: OptimizerLoop) -> int:
+    """Bytes that an optimizer step reads and writes per parameter."""
+    passes = OPTIMIZER_PASSES[job.optimizer.name][implementation][0]
+    if job.optimizer.name == "sgd" and job.optimizer.moments:
+        passes += 2 if implementation == "fused" else 5
+    sizes = job.bytes
+    return passes * (8 if job.precision == "fp64" else 4) + sizes.gradient_bytes + (
+        sizes.weight_bytes if sizes.master_bytes else 0)
+
+
 def optimizer_s(elements: int, device: Device, job: Job, *, implementation: OptimizerLoop = "chunked") -> float:
     """Seconds of an optimizer step over `elements` parameters owned by this device; bound by memory bandwidth.
 
@@ -416,11 +436,7 @@ def optimizer_s(elements: int, device: Device, job: Job, *, implementation: Opti
         return 0.0
     if implementation == "chunked" and device.kind == "cpu":
         implementation = "fused"
-    passes, kernels = OPTIMIZER_PASSES[job.optimizer.name][implementation]
-    if job.optimizer.name == "sgd" and job.optimizer.moments:
-        passes += 2 if implementation == "fused" else 5
-    state = 8 if job.precision == "fp64" else 4
-    sizes = job.bytes
-    nbytes = passes * state + sizes.gradient_bytes + (sizes.weight_bytes if sizes.master_bytes else 0)
+    kernels = OPTIMIZER_PASSES[job.optimizer.name][implementation][1]
+    nbytes = _step_bytes(job, implementation)
     return (elements * nbytes / device.memory_Bps / efficiency(device, "optimizer")
             + kernels * _gap_s(device)) / device.share

@@ -30,9 +30,10 @@ PUSH, PULL = asynchronous.PUSH, asynchronous.PULL
 AHEAD, SEND_KEPT, RECV_KEPT = rounds.AHEAD, "SX", "RX"
 LOAD_WEIGHTS, SAVE_WEIGHTS, FREE_WEIGHTS = "LW", "EW", "XW"
 LOAD_STATE, SAVE_STATE, FREE_STATE = "LO", "EO", "XO"
+LOAD_GRAD, SAVE_GRAD, FREE_GRAD, LOAD_UPDATED = "LG", "EG", "XG", "LU"
 LOAD_SAVED, PARK_SAVED, PASS_SAVED = "LA", "EA", "XA"
 KEEP, ANTICIPATE, USE, DROP = asynchronous.KEEP, asynchronous.ANTICIPATE, asynchronous.USE, asynchronous.DROP
-_ACTION = re.compile(r"(F|B|I|W|SA|RA|SG|RG|SX|RX|PU|PL|C|G|X|R|Y|N|S|P|[LEX][WOA]|K|A|U|D)"
+_ACTION = re.compile(r"(F|B|I|W|SA|RA|SG|RG|SX|RX|PU|PL|C|G|X|R|Y|N|S|P|[LEX][WOAG]|LU|K|A|U|D)"
                      r"(?:(\d+)(?::(\d+))?)?(?:\.(\d+))?(?:@(\d+))?('*|\*)")
 JOINT = -1
 """The seat of what a rank does once for all its seats: the norm, and exchanges of a unit that several of them hold."""
@@ -56,6 +57,9 @@ class Action(NamedTuple):
     P    hand the updated weights of unit `lo` from the optimizer owners to those who hold them
     LW   load the weights of unit `lo` from host memory;  XW free what was loaded;  EW write them back, updated
     LO   load the optimizer's state of the owned piece of unit `lo`;  EO write it back;  XO free it
+    LG   load the gradient of unit `lo`, summed so far, before backward (or hop 1) of `mb` adds to it; EG write it back;
+         XG free it. Without `mb`: the whole gradient of the owned piece, all micro-batches and replicas in it
+    LU   load the updated weights of the owned piece of unit `lo`, where the host has made the step
     EA   move what the forward of block `lo` saved for `mb` to host memory;  LA bring it back;  XA once its backward
          has used it, which those behind it in their stream wait for
     K    keep a copy of the current weights of blocks `lo` to `hi - 1`, as version `mb`
@@ -94,16 +98,23 @@ def boundary(action: Action) -> int:
 _MESSAGES = {op: i for i, op in enumerate((SEND_ACT, RECV_ACT, SEND_GRAD, RECV_GRAD, SEND_KEPT, RECV_KEPT))}
 _STREAMS = {op: (name, 0) for name, ops in (
     ("gather", (GATHER, RELEASE, PUBLISH)), ("reduce", (REDUCE, SYNC)),
-    ("load", (LOAD_WEIGHTS, FREE_WEIGHTS, LOAD_STATE, FREE_STATE)), ("save", (SAVE_WEIGHTS, SAVE_STATE)),
+    ("load", (LOAD_WEIGHTS, FREE_WEIGHTS, LOAD_STATE, FREE_STATE, LOAD_GRAD, FREE_GRAD, LOAD_UPDATED)),
+    ("save", (SAVE_WEIGHTS, SAVE_STATE, SAVE_GRAD)),
     ("host", (PARK_SAVED, LOAD_SAVED, PASS_SAVED))) for op in ops}  # one: what comes back does so behind what went
-_COMPUTE = ("compute", 0)
+_COMPUTE, _BANK = ("compute", 0), ("bank", 0)
 
 
 def stream_of(action: Action) -> tuple[str, int]:
-    """Stream name and channel. Point-to-point actions have one FIFO channel per seat, block boundary and kind."""
+    """Stream name and channel. Point-to-point actions have one FIFO channel per seat, block boundary and kind.
+
+    Whole gradients wait for other ranks (hop 2), so they go to the host on a stream of their own, which holds up
+    nothing.
+    """
     kind = _MESSAGES.get(action.op)
     if kind is not None:
         return "p2p", boundary(action) * len(_MESSAGES) + kind + (action.seat << 20)
+    if action.mb < 0 and action.op in (SAVE_GRAD, FREE_GRAD):
+        return _BANK
     return _STREAMS.get(action.op, _COMPUTE)
 
 
@@ -185,9 +196,9 @@ def effects(action: Action, layout: Layout, units: tuple[int, ...]) -> tuple[lis
     backward leave to each other, w usable weights, shard the
     permanent piece of sharded weights, grad the gradient as backward leaves it, acc what hop 1 accumulated,
     own the gradient of the owned optimizer piece, opt its updated state, scale the clipping factor, state what the
-    optimizer keeps; home, away and parked are weights, state and activations in host memory, kept the copies of
-    weights by version; delta is what a wave changed, total its sum over the virtual workers; entry what enters a
-    backward leg.
+    optimizer keeps; home, away, banked and parked are weights, state, gradients and activations in host memory, kept
+    the copies of weights by version; delta is what a wave changed, total its sum over the virtual workers; entry what
+    enters a backward leg.
     """
     op, lo, hi, mb, *_ = action
     home = "shard" if layout.needed(GATHER, 0) else "w"
@@ -216,6 +227,11 @@ def effects(action: Action, layout: Layout, units: tuple[int, ...]) -> tuple[lis
         return [*current, *copies], [*current, *copies]
     if op == SYNC and mb >= 0:
         return [("delta", lo, mb)], [("total", lo, mb)]
+    if op in (LOAD_GRAD, SAVE_GRAD, FREE_GRAD):
+        here: list[Value] = [("acc" if layout.needed(REDUCE, lo) else "grad", lo, 0)] * (op != LOAD_GRAD or mb >= 0)
+        here += [("own", lo, 0)] * (mb < 0)
+        there: list[Value] = [("banked", lo, 0)]
+        return {LOAD_GRAD: (there, here), SAVE_GRAD: (here, there), FREE_GRAD: ([], here)}[op]
     if op == NORM:
         return [(name, u, 0) for u in units for name in ("grad", "acc", "own")], [("scale", 0, 0)]
     simple: dict[str, tuple[list[Value], list[Value]]] = {
@@ -229,8 +245,9 @@ def effects(action: Action, layout: Layout, units: tuple[int, ...]) -> tuple[lis
         RELEASE: ([], [("w", lo, 0)]),
         REDUCE: ([("grad", lo, 0), ("acc", lo, 0)], [("acc", lo, 0), ("grad", lo, 0)]),
         SYNC: ([("grad", lo, 0), ("acc", lo, 0)], [("own", lo, 0)]),
-        STEP: ([("own", lo, 0), ("scale", 0, 0), ("state", lo, 0)],
-               [("opt", lo, 0), (home, lo, 0), ("state", lo, 0)]),
+        STEP: ([("own", lo, 0), ("banked", lo, 0), ("scale", 0, 0), ("state", lo, 0)],
+               [("opt", lo, 0), (home, lo, 0), ("state", lo, 0), ("home", lo, 0)]),
+        LOAD_UPDATED: ([("opt", lo, 0)], [("opt", lo, 0), (home, lo, 0)]),
         LOAD_WEIGHTS: ([("home", lo, 0)], [("w", lo, 0)]),
         SAVE_WEIGHTS: ([("w", lo, 0)], [("home", lo, 0)]),
         FREE_WEIGHTS: ([], [("w", lo, 0)]),
@@ -251,7 +268,9 @@ def dependencies(actions: tuple[Action, ...], layout: Layout, units: tuple[int, 
     """Per action, the earlier ones that must have ended before it starts, besides those before it in its stream.
 
     Read after write, write after read and write after write on the values of `effects`; only the nearest are listed.
+    A gradient comes back once what is computed before is done, which bounds memory.
     """
+    computed = -1
     writer: dict[Value, int] = {}
     readers: dict[Value, list[int]] = {}
     streams = [stream_of(a) for a in actions]
@@ -259,6 +278,10 @@ def dependencies(actions: tuple[Action, ...], layout: Layout, units: tuple[int, 
     for i, action in enumerate(actions):
         reads, writes = effects(action, layout, units)
         needs = {writer[v] for v in (*reads, *writes) if v in writer}
+        if streams[i] == _COMPUTE:
+            computed = i
+        elif action.op == LOAD_GRAD and computed >= 0:
+            needs.add(computed)
         for v in writes:
             needs.update(readers.get(v, ()))
         found.append(tuple(sorted(j for j in needs if streams[j] != streams[i])))

@@ -11,12 +11,15 @@ from mixfleet.program.action import (
     AHEAD,
     ANTICIPATE,
     DROP,
+    FREE_GRAD,
     FREE_STATE,
     FREE_WEIGHTS,
     GATHER,
     KEEP,
+    LOAD_GRAD,
     LOAD_SAVED,
     LOAD_STATE,
+    LOAD_UPDATED,
     LOAD_WEIGHTS,
     NORM,
     PARK_SAVED,
@@ -29,6 +32,7 @@ from mixfleet.program.action import (
     RECV_KEPT,
     REDUCE,
     RELEASE,
+    SAVE_GRAD,
     SAVE_STATE,
     SAVE_WEIGHTS,
     SEND_ACT,
@@ -91,8 +95,12 @@ def _role_problems(role: Role, plan: Plan, layout: Layout) -> Iterator[str]:
     loads = "weights" in pipeline.stages[role.stage].offload
     parked: set[tuple[int, int]] = set()
     sharded = loads or layout.needed(GATHER, units[0])
+    away = pipeline.stages[role.stage].offload
+    gradients = _Gradients(layout) if "gradients" in away else None
     for at, a in enumerate(role.actions):
         here = f"action {at}, {a}"
+        if gradients and (text := gradients.wrong(a, hosted=pipeline.stages[role.stage].hosted)):
+            yield f"{here}: {text}"
         if a.op in (GATHER, LOAD_WEIGHTS):
             if a.lo in held:
                 yield f"{here}: the weights are here already"
@@ -117,8 +125,9 @@ def _role_problems(role: Role, plan: Plan, layout: Layout) -> Iterator[str]:
             (state.add if a.op == LOAD_STATE else state.discard)(a.lo)
             seen.add((a.op, a.lo, a.mb))
         elif a.op in (STEP, SAVE_WEIGHTS, SAVE_STATE):
-            if (loads and a.op != SAVE_STATE and a.lo not in held) or (
-                    "optimizer" in pipeline.stages[role.stage].offload and a.op != SAVE_WEIGHTS and a.lo not in state):
+            needs = layout.loads_for_step(a.lo, away)
+            if ("weights" in needs and a.op != SAVE_STATE and a.lo not in held) or (
+                    "optimizer" in needs and a.op != SAVE_WEIGHTS and a.lo not in state):
                 yield f"{here}: what it works on is in host memory"
             if a.op == STEP and (text := versions.wrong(STEP, a.lo, a.mb)):
                 yield f"{here}: {text}"
@@ -175,6 +184,42 @@ def _role_problems(role: Role, plan: Plan, layout: Layout) -> Iterator[str]:
             if ready and not seen.intersection(ready):
                 yield f"{here}: what it sends has not been computed"
             seen.add((a.op, a.lo, a.mb))
+
+
+class _Gradients:
+    """Where the gradients of units are that go to the host."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._gone: set[int] = set()
+        self._unsaved: set[int] = set()
+
+    def wrong(self, a: Action, *, hosted: bool) -> str | None:
+        """Follows one action, or says why it is not possible."""
+        if a.op in (B, I, W):
+            mine = {u for b in range(a.lo, a.hi) for u in self._layout.units_of_block[b]
+                    if not self._layout.units[u].frozen and not self._layout.needed(REDUCE, u)}
+        elif a.op in (REDUCE, SYNC, STEP, LOAD_GRAD, SAVE_GRAD, FREE_GRAD):
+            mine = {a.lo}
+        else:
+            return None
+        there = mine & self._gone
+        if a.op == LOAD_GRAD:
+            self._gone.discard(a.lo)
+            return None if there else f"the gradient of unit {a.lo} is here already"
+        if a.op == STEP and hosted:
+            return None if there else f"the gradient of unit {a.lo} is not in host memory, where the step is made"
+        if there:
+            return f"the gradient of unit {min(there)} is in host memory"
+        if a.op == SAVE_GRAD:
+            self._unsaved.discard(a.lo)
+        elif a.op == FREE_GRAD:
+            self._gone.add(a.lo)
+            if a.lo in self._unsaved:
+                return f"the gradient of unit {a.lo} has not been written back"
+        elif a.op != STEP:
+            self._unsaved |= mine
+        return None
 
 
 class _Versions:
@@ -271,8 +316,13 @@ def _miscounted(role: Role, layout: Layout, units: tuple[int, ...]) -> Iterator[
     stepped = [u for u in units if not layout.units[u].frozen]
     expected.update({(STEP, u, -1): updates * each for u in stepped})
     away = pipeline.stages[role.stage].offload
-    expected.update((op, u, -1) for u in stepped for op in ((SAVE_WEIGHTS,) if "weights" in away else ())
-                    + ((LOAD_STATE, SAVE_STATE, FREE_STATE) if "optimizer" in away else ()))
+    for u in stepped:
+        needs = layout.loads_for_step(u, away)
+        expected.update((op, u, -1) for op in ((SAVE_WEIGHTS,) if "weights" in needs else ())
+                        + ((LOAD_STATE, SAVE_STATE, FREE_STATE) if "optimizer" in needs else ())
+                        + ((SAVE_GRAD, FREE_GRAD) if "gradients" in away else ())
+                        + ((LOAD_GRAD, FREE_GRAD) if "gradients" in needs else ())
+                        + ((LOAD_UPDATED,) if layout.fetches_updated(u, away) else ()))
     if layout.plan.synchronous:
         expected[(NORM, 0, -1)] = 1
     found: Counter[tuple[str, int, int]] = Counter()
@@ -281,6 +331,8 @@ def _miscounted(role: Role, layout: Layout, units: tuple[int, ...]) -> Iterator[
             continue
         if a.op in (F, B, I, W, AHEAD):
             found.update((a.op, b, a.mb) for b in range(a.lo, a.hi))
+        elif a.op in (LOAD_GRAD, SAVE_GRAD, FREE_GRAD) and a.mb >= 0:
+            continue  # between micro-batches: what does not match is found as such
         elif a.op not in (GATHER, RELEASE, LOAD_WEIGHTS, FREE_WEIGHTS, KEEP, ANTICIPATE, USE, DROP, PARK_SAVED,
                           LOAD_SAVED, PASS_SAVED):
             found[(a.op, a.lo, a.mb)] += 1

@@ -14,14 +14,14 @@ All ranks in here are posts (`Plan.posts`): a rank that stands in several pipeli
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache, cached_property
 from itertools import accumulate, pairwise
 from math import gcd
 from typing import Literal, NamedTuple
 
 from mixfleet.model.spec import Model, Param
-from mixfleet.plan import Plan, groups
+from mixfleet.plan import Offload, Plan, groups
 from mixfleet.program.action import GATHER, PUBLISH, REDUCE, SYNC
 
 Kind = Literal["weights", "gradients", "optimizer"]
@@ -539,6 +539,22 @@ class Layout:
     def moves(self, op: str, u: int) -> tuple[Move, ...]:
         """All moves of a G, R, Y or P action of unit `u`, over all ranks."""
         return tuple(move for stage in self.stages(op, u) for move in stage)
+
+    def loads_for_step(self, u: int, away: Sequence[Offload]) -> tuple[Offload, ...]:
+        """What a device that keeps `away` in host memory loads for the step of a unit: where the host makes it, at most
+        the weights, if others need them."""
+        if {"gradients", "optimizer"} <= {*away}:
+            return ("weights",) if "weights" in away and self.needed(PUBLISH, u) else ()
+        return tuple(away)
+
+    def fetches_updated(self, u: int, away: Sequence[Offload]) -> bool:
+        """Whether it loads what the host has made of the weights: not if they lie in host memory anyway."""
+        return {"gradients", "optimizer"} <= {*away} and ("weights" not in away or self.needed(PUBLISH, u))
+
+    def apart(self, u: int, rank: int) -> bool:
+        """Whether the gradient that a rank steps with is another than the one which it sums up."""
+        k = self.places[rank].replica
+        return any(self.piece("gradients", u, c, k) != self.piece("optimizer", u, c, k) for c in self.held(u, rank))
 
     # --- collectives, for pricing ----------------------------------------------------------------------------------
 

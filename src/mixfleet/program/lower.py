@@ -5,6 +5,7 @@ Each pass takes a list of actions and returns a new one. Their order is the orde
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
@@ -13,12 +14,15 @@ from mixfleet.model.spec import Model
 from mixfleet.plan import Offload, Pipeline, Plan
 from mixfleet.program.action import (
     AHEAD,
+    FREE_GRAD,
     FREE_STATE,
     FREE_WEIGHTS,
     GATHER,
     JOINT,
+    LOAD_GRAD,
     LOAD_SAVED,
     LOAD_STATE,
+    LOAD_UPDATED,
     LOAD_WEIGHTS,
     NORM,
     PARK_SAVED,
@@ -31,6 +35,7 @@ from mixfleet.program.action import (
     RECV_KEPT,
     REDUCE,
     RELEASE,
+    SAVE_GRAD,
     SAVE_STATE,
     SAVE_WEIGHTS,
     SEND_ACT,
@@ -70,7 +75,7 @@ def lower(plan: Plan, model: Model, layout: Layout | None = None, updates: int =
                         for seat, (p, s) in enumerate(seats)]
                 units = [layout.units_of_stage(p, s) for p, s in seats]
                 actions = _synchronize(_weave(order, made) if len(made) > 1 else made[0], layout, units)
-                actions += _optimizer(layout, units, [plan.pipelines[p].stages[s].offload for p, s in seats])
+                actions = _end(actions, plan, layout, seats, units)
             else:
                 actions = _stream(order, plan, layout, *seats[0])
             roles.append(Role(pipeline=seats[0][0], stage=seats[0][1], more=seats[1:], actions=tuple(actions)))
@@ -83,15 +88,26 @@ def _stop_backward(actions: Actions, floor: int) -> Actions:
             if a.op not in (B, I, W) or a.hi > floor]
 
 
+def _end(actions: Actions, plan: Plan, layout: Layout, seats: Sequence[tuple[int, int]],
+         units: Sequence[tuple[int, ...]]) -> Actions:
+    """What a synchronous step ends with; before that, gradients go to the host where they lie there."""
+    away = [plan.pipelines[p].stages[s].offload for p, s in seats]
+    for seat, (mine, what) in enumerate(zip(units, away)):
+        if "gradients" in what:
+            actions = _bank(actions, layout, mine, seat, plan.sharding.prefetch)
+    return actions + _optimizer(layout, units, away)
+
+
 def _seat(actions: Actions, plan: Plan, layout: Layout, pipeline: int, stage: int) -> Actions:
     """All that one seat does up to its last gradient."""
     units = layout.units_of_stage(pipeline, stage)
     layered = plan.accumulation == "layered"
-    loads = "weights" in plan.pipelines[pipeline].stages[stage].offload
+    away = plan.pipelines[pipeline].stages[stage].offload
+    loads = "weights" in away
     parked = plan.pipelines[pipeline].stages[stage].offload_blocks
     actions = _by_block(actions, layout.floor) if layered else _pipe(actions, plan.pipelines[pipeline], stage,
                                                                      layout.floor)
-    actions = _split_blocks(actions, layout, units, loads=loads, apart=bool(parked))
+    actions = _split_blocks(actions, layout, units, loads=loads, apart=bool(parked) or "gradients" in away)
     if parked:
         actions = _park(actions, frozenset(b for b in parked if b >= layout.floor), plan.sharding.prefetch)
     if loads:
@@ -173,8 +189,7 @@ def _rounds(plan: Plan, layout: Layout, pipeline: int, stage: int) -> Actions:
         out += [Action(FREE_WEIGHTS, u, u + 1) for u in needs[n] if u not in later]
         held -= set(needs[n]) - later
     units = layout.units_of_stage(pipeline, stage)
-    out = _synchronize(out + actions[begin:], layout, [units])
-    return out + _optimizer(layout, [units], [pipe.stages[stage].offload])
+    return _end(_synchronize(out + actions[begin:], layout, [units]), plan, layout, [(pipeline, stage)], [units])
 
 
 def _leg(pipe: Pipeline, leg: Leg, m: int) -> Actions:
@@ -313,6 +328,31 @@ def _park(actions: Actions, blocks: frozenset[int], prefetch: int) -> Actions:
     return out
 
 
+def _bank(actions: Actions, layout: Layout, units: tuple[int, ...], seat: int, prefetch: int) -> Actions:
+    """Gradients go to the host behind every backward (or hop 1) that adds to them, and come back `prefetch` computings
+    before the next one does; the whole gradient of a unit goes last. Where they would come back at once, they stay."""
+    computes = [i for i, a in enumerate(actions) if a.op in (F, B, I, W, AHEAD)]
+    touched: dict[int, list[int]] = {u: [] for u in units if not layout.units[u].frozen}
+    for i, a in enumerate(actions):
+        if a.op in (B, I, W) and a.seat == seat:
+            mine = {u for b in range(a.lo, a.hi) for u in layout.units_of_block[b] if not layout.needed(REDUCE, u)}
+        else:
+            mine = {a.lo} if a.op in (REDUCE, SYNC) and a.seat in (seat, JOINT) else set()
+        for u in mine & touched.keys():
+            touched[u].append(i)
+    before: dict[int, Actions] = {}
+    behind: dict[int, Actions] = {}
+    for u, uses in touched.items():
+        for i, j in pairwise(uses):
+            at, back = bisect(computes, i), bisect(computes, j) - 1 - prefetch
+            if actions[j].op != SYNC and back > at:
+                behind.setdefault(i, []).extend(Action(op, u, u + 1, actions[i].mb, seat=seat)
+                                                for op in (SAVE_GRAD, FREE_GRAD))
+                before.setdefault(computes[back], []).append(Action(LOAD_GRAD, u, u + 1, actions[j].mb, seat=seat))
+        behind.setdefault(uses[-1], []).extend(Action(op, u, u + 1, seat=seat) for op in (SAVE_GRAD, FREE_GRAD))
+    return [b for i, a in enumerate(actions) for b in (*before.get(i, ()), a, *behind.get(i, ()))]
+
+
 def _bring_weights(actions: Actions, layout: Layout, prefetch: int, bring: str, free: str) -> Actions:
     """Weights that are not here: gather (ZeRO-3, FSDP) or load them before use, `prefetch` blocks ahead, and free them
     after it.
@@ -398,6 +438,7 @@ def _synchronize(actions: Actions, layout: Layout, units: Sequence[tuple[int, ..
 
 
 _PAGES: dict[Offload, tuple[str, str, str]] = {"weights": (LOAD_WEIGHTS, SAVE_WEIGHTS, FREE_WEIGHTS),
+                                               "gradients": (LOAD_GRAD, "", FREE_GRAD),
                                                "optimizer": (LOAD_STATE, SAVE_STATE, FREE_STATE)}
 """Load, write back and free."""
 
@@ -418,12 +459,14 @@ def _steps(layout: Layout, units: Sequence[tuple[int, ...]], away: Sequence[tupl
 
     def paged(turn: int, *which: int) -> Actions:
         u, seats = turns[turn] if 0 <= turn < len(turns) else (0, [])
-        return [Action(_PAGES[kind][i], u, u + 1, seat=seat) for i in which for seat in seats for kind in away[seat]]
+        return [Action(op, u, u + 1, seat=seat) for i in which for seat in seats
+                for kind in layout.loads_for_step(u, away[seat]) for op in (_PAGES[kind][i],) if op]
 
     out = paged(0, 0)
     for turn, (u, seats) in enumerate(turns):
         out += paged(turn + 1, 0)
         out += [Action(STEP, u, u + 1, seat=seat) for seat in seats]
+        out += [Action(LOAD_UPDATED, u, u + 1, seat=seat) for seat in seats if layout.fetches_updated(u, away[seat])]
         if layout.needed(PUBLISH, u):
             out.append(Action(PUBLISH, u, u + 1, seat=_owner(u, units)))
         out += paged(turn, 1) + paged(turn - 1, 2)

@@ -97,6 +97,14 @@ class Flat:
             self.data.untyped_storage().resize_(0)
             self.held = False
 
+    def drop(self) -> None:
+        """Give the memory back as the end of a transfer; a GPU's goes to others once the transfer is made."""
+        if self.held and self.nbytes:
+            if self.data.is_cuda:
+                self.data.record_stream(torch.cuda.current_stream())
+            self.data.untyped_storage().resize_(0)
+            self.held = False
+
     def restore(self) -> None:
         """Have memory again, contents undefined."""
         if not self.held:

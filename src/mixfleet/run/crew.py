@@ -32,9 +32,14 @@ class Crew:
         for seat in self.seats:
             seat.mates, seat.writes_first = self.seats, False
         self.now: tuple[object, float] | None = None
+        banks = [flat for unit in self.units.values() for flat in unit.banks]
+        for flat in banks:
+            flat.restore()
         self._exchanges: dict[tuple[str, int], Copies | Sums] = {
             (a.op, a.lo): after_step(a.op, {seat.rank: seat.units[a.lo] for seat in self.seats}, layout, fabric)
             for a in role.actions if a.seat == JOINT and a.op in (SYNC, PUBLISH)}
+        for flat in banks:
+            flat.release()
 
     @property
     def units(self) -> dict[tuple[int, int], Unit]:
@@ -89,6 +94,12 @@ class Crew:
         units = [seat.units[action.lo] for seat in self.seats]
         flats = [flat for unit in units
                  for flat in ((unit.acc, unit.own) if action.op == SYNC else (unit.updated, unit.weights))]
+        for unit in units:
+            if unit.hosted and action.op == PUBLISH:
+                unit.updated.wait()
+            elif unit.banked and action.op == SYNC:
+                unit.complete()
+                unit.own.restore()
         stream, category = STREAMS[action.op]
         task = self.fabric.run(stream, self._exchanges[action.op, action.lo].steps(), str(action), category,
                                post=all(flat.idle for flat in flats))

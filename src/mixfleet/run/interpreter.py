@@ -22,13 +22,16 @@ from mixfleet.plan import Offload, Pipeline
 from mixfleet.program.action import (
     ANTICIPATE,
     DROP,
+    FREE_GRAD,
     FREE_STATE,
     FREE_WEIGHTS,
     GATHER,
     JOINT,
     KEEP,
+    LOAD_GRAD,
     LOAD_SAVED,
     LOAD_STATE,
+    LOAD_UPDATED,
     LOAD_WEIGHTS,
     NORM,
     PARK_SAVED,
@@ -39,6 +42,7 @@ from mixfleet.program.action import (
     RECV_KEPT,
     REDUCE,
     RELEASE,
+    SAVE_GRAD,
     SAVE_STATE,
     SAVE_WEIGHTS,
     SEND_ACT,
@@ -216,6 +220,7 @@ class Interpreter:
             RECV_ACT: self._receive, SEND_GRAD: self._send, RECV_GRAD: self._receive, GATHER: self._move,
             RELEASE: self._release, REDUCE: self._move, SYNC: self._move, NORM: self._norm, STEP: self._step,
             PUBLISH: self._move, **dict.fromkeys(_PAGES, self._page),
+            **dict.fromkeys((LOAD_GRAD, SAVE_GRAD, FREE_GRAD), self._bank), LOAD_UPDATED: self._fetch,
             **dict.fromkeys((PARK_SAVED, LOAD_SAVED, PASS_SAVED), self._park),
             **dict.fromkeys((KEEP, ANTICIPATE, USE, DROP), self._version)}
         self._values: dict[tuple[str, int, int], Tensor | _Arrival] = {}
@@ -318,7 +323,7 @@ class Interpreter:
         self._loss.zero_()
         for unit in self.units.values():
             unit.taken = True
-            if unit.reduced:
+            if unit.reduced and not unit.banked:
                 unit.acc.data.zero_()
 
     def do(self, action: Action) -> None:
@@ -488,6 +493,8 @@ class Interpreter:
             for unit in units:
                 unit.compute.wait()
                 self._clear(unit)
+                if unit.banked:
+                    unit.grad.wait()
             end = first
             if self._absent(mb):
                 continue
@@ -533,6 +540,8 @@ class Interpreter:
             later, held = self._later.pop((b, action.mb))
             for unit in self._units_of[b]:
                 self._clear(unit)
+                if unit.banked:
+                    unit.grad.wait()
             with torch.no_grad(), self.recorder.span("compute", f"W{b}.{action.mb}", "backward"):
                 for accumulate in later:
                     accumulate()
@@ -555,7 +564,7 @@ class Interpreter:
     def _clear_while_waiting(self) -> None:
         """What would have to be cleared soon, and is there anyway."""
         for unit in self.units.values():
-            if unit.taken and not unit.reduced:
+            if unit.taken and not unit.reduced and not unit.banked:
                 self._clear(unit)
 
     # --- between stages ----------------------------------------------------------------------------------------------
@@ -601,19 +610,55 @@ class Interpreter:
         stream, category = STREAMS[op]
         source, target = {GATHER: (unit.weights, unit.compute), PUBLISH: (unit.updated, unit.weights),
                           REDUCE: (unit.grad, unit.acc), SYNC: (unit.acc, unit.own)}[op]
+        if unit.hosted and op in (GATHER, PUBLISH):  # what the host has made is on its way
+            source.wait()
         if op == GATHER:
             unit.compute.restore()
         elif op != PUBLISH:
             unit.complete()
+            if unit.banked and op == SYNC:
+                unit.own.restore()
+        steps, summing = self._exchanges[op, action.lo].steps(), unit.banked and op == REDUCE
+        if summing:
+            steps = unit.summing(steps)
         # Earlier tasks on these buffers are on the same stream: the messages may have to wait there for their turn.
-        task = self.fabric.run(stream, self._exchanges[op, action.lo].steps(), str(action), category,
-                               post=source.idle and (op == REDUCE or target.idle))
+        task = self.fabric.run(stream, steps, str(action), category,
+                               post=not summing and source.idle and (op == REDUCE or target.idle))
         source.task = target.task = task
         if op == REDUCE:
             unit.taken = True
             self._reducing.append(unit)
             if len(self._reducing) > 1:
                 self._reducing.popleft().grad.release()
+
+    def _bank(self, action: Action) -> None:
+        """LG, EG or XG; what goes to the host frees its place itself."""
+        unit, whole = self.units[action.lo], action.mb < 0
+        flats = (unit.acc, unit.own)
+        if action.op == FREE_GRAD:
+            for flat in unit.banks if unit.brought else ():
+                flat.release()
+            unit.brought = False
+            return
+        if action.op == SAVE_GRAD:
+            unit.complete()
+            steps, stream = unit.bank(whole=whole), "bank" if whole else "save"
+        else:
+            steps, stream = unit.unbank(whole=whole), "load"
+        category = "load" if action.op == LOAD_GRAD else "save"
+        task = self.fabric.run(stream, steps, str(action), category, post=False)
+        for flat in flats:
+            flat.task = task
+
+    def _fetch(self, action: Action) -> None:
+        """LU: a step that was left out has made nothing."""
+        assert self._result is not None
+        unit = self.units[action.lo]
+        if self._result.skipped:
+            return
+        task = self.fabric.run("load", unit.fetch(), str(action), "load")
+        for flat in {id(f): f for f in (unit.updated, unit.weights, unit.compute)}.values():
+            flat.task = task
 
     def _page(self, action: Action) -> None:
         """Load, save or free what lies in host memory between uses."""
@@ -650,9 +695,11 @@ class Interpreter:
             unit.own.wait()
         with self.recorder.span("compute", "N", "optimizer"):
             counts = self.is_last and self.place.tensor_index == 0
-            views = [v for unit in self.units.values() for v in unit.norm_views]
+            views = [v for unit in self.units.values() if not unit.banked for v in unit.norm_views]
             square = (torch.stack(torch._foreach_norm(views)).double().square().sum() if views
                       else torch.zeros((), dtype=torch.float64, device=self.device))
+            for unit in self.units.values():
+                square = square if unit.square is None else square + unit.square
             valid = sum(self._valid(one.targets) for one in self._batches.values()) if counts else 0
             return torch.stack([self._loss if counts else torch.zeros_like(self._loss), square,
                                 square.new_tensor(valid), square.new_tensor(self._stop),
@@ -718,6 +765,7 @@ class Interpreter:
         flats = {id(f): f for unit in self.units.values()
                  for f in (unit.compute, unit.grad, unit.weights, unit.acc, unit.own, unit.updated, unit.value)}
         moments = sum(sum(f.nbytes for f, _ in u.paged["optimizer"] if f.held and f is not u.value)
-                      if "optimizer" in u.paged else u.optimizer.nbytes for u in self.units.values())
+                      if "optimizer" in u.paged else 0 if u.hosted else u.optimizer.nbytes
+                      for u in self.units.values())
         return sum(f.nbytes for f in flats.values() if f.held) + moments + sum(
             u.version_bytes for u in self.units.values())

@@ -114,6 +114,14 @@ class Rounds(Interpreter):
             unit.paged["weights"] = [(unit.paged["weights"][0][0], home)]
         super()._page(action)
 
+    def _step(self, action: Action) -> None:
+        unit = self.units[action.lo]
+        if unit.hosted and self._late:  # which the host makes in place
+            home = self._homes[action.lo][1 - self._now]
+            home.copy_(self._homes[action.lo][self._now])
+            unit.settle(home)
+        super()._step(action)
+
     def _paged(self, index: int) -> Paged:
         return self._guests[index] if index in self._guests else self.units[index]
 

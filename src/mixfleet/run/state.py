@@ -13,7 +13,7 @@ from mixfleet.job import Job
 from mixfleet.plan import Offload
 from mixfleet.program.action import GATHER, REDUCE
 from mixfleet.program.layout import Kind, Layout
-from mixfleet.run.collective import Flat, Part, cut_alike
+from mixfleet.run.collective import Flat, Part, Running, Steps, cut_alike
 from mixfleet.run.linear import is_linear, mark_bound
 from mixfleet.run.optim import FlatOptimizer, Run
 from mixfleet.schedule.asynchronous import CURRENT
@@ -105,9 +105,38 @@ class Unit(Paged):
         self.weights = Flat.packed(pieces("weights"), numbers.compute, device) if self.sharded else self.compute
         self.acc = Flat.packed(pieces("gradients"), numbers.gradient, device) if self.reduced else self.grad
         owned = pieces("optimizer")
-        self.own = self.acc.narrowed(owned) or Flat.packed(owned, numbers.gradient, device)
+        stage = layout.plan.pipelines[place.pipeline].stages[place.stage]
+        self.banked, self.hosted = "gradients" in stage.offload and not frozen, stage.hosted and not frozen
+        """Whether gradients go to host memory, and whether the host makes the step."""
+        apart = self.banked and layout.apart(index, rank)
+        self.own = (None if apart else self.acc.narrowed(owned)) or Flat.packed(owned, numbers.gradient, device)
         self.updated = self.weights.narrowed(owned) or Flat.packed(owned, numbers.compute, device)
-        self.value = Flat.packed(owned, numbers.master, device) if numbers.master else self.updated
+        host, pinned = torch.device("cpu"), device.type == "cuda"
+
+        def at_home(flat: Flat) -> Tensor:
+            return torch.zeros_like(flat.data, device=host, pin_memory=pinned)
+
+        self.banks = [self.acc, *([self.own] if apart else [])] if self.banked else []
+        """Gradients that go to the host: what is summed up, and what is owned of the whole one if that is another."""
+        self.brought = False
+        """Whether the whole gradient is here for the step."""
+        homes = [at_home(flat) for flat in self.banks]
+        self._homes = {id(flat.data): home for flat, home in zip(self.banks, homes)}
+        if "weights" in stage.offload:
+            self._homes[id(self.compute.data)] = at_home(self.compute)
+        self._made = Flat.packed(owned, numbers.compute, host) if layout.fetches_updated(index, stage.offload) \
+            and self.hosted else None
+        """What the host has made of the owned weights, for the device to load."""
+        if self._made is not None and pinned:
+            self._made.data = self._made.data.pin_memory()
+        self.value = self.updated
+        if numbers.master:
+            self.value = Flat.packed(owned, numbers.master, host if self.hosted else device)
+        elif self.hosted:
+            self.value = self._made or Flat(self.updated.parts, self.home(self.updated.data), owner=False)
+        if self.hosted:
+            self.value.nbytes = 0
+            self._homes[id(self.value.data)] = self.value.data
         self._stored = pieces("weights") if frozen else owned
         """Intervals whose weights, and moments if they are trained, are read from checkpoints."""
         self.counted = [piece for piece in self._stored if layout.counts(index, piece[0], rank)]
@@ -125,22 +154,22 @@ class Unit(Paged):
             for key, a, b, offset in layout.slices(index, c, lo, hi):
                 runs.append(Run(at + offset, at + offset + b - a, *job.optimizer.rates(key, len(params[key].shape))))
             at += hi - lo
-        buffers = [self.value, self.own, *([self.updated] if numbers.master else [])]
-        self._value, self._gradient, *rest = cut_alike(
-            *([v for c, lo, hi in owned if lo < hi for v in flat.views(c, lo, hi)] for flat in buffers))
-        self._copy = rest[0] if rest else []
+        self._owned, self._copies_value = owned, bool(numbers.master)
+        self._aim()
         weights = layout.plan.weights
         self.optimizer = FlatOptimizer(job.optimizer, runs, self._value, predicts=bool(weights and weights.predicts))
         self.norm_views = [v for c, lo, hi in self.counted if lo < hi and not frozen
                            for v in self.own.views(c, lo, hi)]
+        self.square: Tensor | None = None
+        """The sum of squares of the counted gradient, taken before it went to the host."""
         self.paged = {}
-        stage = layout.plan.pipelines[place.pipeline].stages[place.stage]
-        for what in stage.offload:
+        if "weights" in stage.offload:
+            self.paged["weights"] = [(self.compute, self._homes[id(self.compute.data)])]
+        if "optimizer" in stage.offload and not self.hosted:
             moments = [Flat((), data) for data in self.optimizer.state.values()]
-            flats = [self.compute] if what == "weights" else [*([self.value] if numbers.master else []), *moments]
-            self.paged[what] = [(flat, torch.zeros_like(flat.data, device="cpu", pin_memory=device.type == "cuda"))
-                                for flat in flats]
-        self._homes = {id(flat.data): home for pairs in self.paged.values() for flat, home in pairs}
+            self.paged["optimizer"] = [(flat, at_home(flat))
+                                       for flat in (*([self.value] if numbers.master else []), *moments)]
+            self._homes |= {id(flat.data): home for flat, home in self.paged["optimizer"]}
         self.gradients: list[Gradient] = []
         """Of the parameters that are views into this unit; tied ones lie in the same place."""
         self._written: list[Gradient] = []
@@ -163,9 +192,20 @@ class Unit(Paged):
         """What the weights are with all waves that are pulled, and nothing else: the same on all virtual workers."""
         self._pushed: dict[int, tuple[Tensor, Flat]] = {}
         """Waves that are pushed and not pulled yet: what they changed here, and the sum over all."""
-        self._made: dict[int, tuple[int, int]] = {}
+        self._since: dict[int, tuple[int, int]] = {}
         self._shelf: dict[int, Tensor] = {}
         """Other versions. What modules read always lies in `compute`, so using another one exchanges contents."""
+
+    def _aim(self) -> None:
+        """Find out where the step reads and writes, in pieces that are cut alike."""
+        target = self.updated
+        if self.hosted:
+            target = self._made or Flat(self.updated.parts, self.home(self.updated.data), owner=False)
+        source = Flat(self.own.parts, self.home(self.own.data), owner=False) if self.hosted else self.own
+        buffers = [self.value, source, *([target] if self._copies_value else [])]
+        self._value, self._gradient, *rest = cut_alike(
+            *([v for c, lo, hi in self._owned if lo < hi for v in flat.views(c, lo, hi)] for flat in buffers))
+        self._copy = rest[0] if rest else []
 
     def release(self) -> None:
         """Give back the buffers that exist only while they are used, once everything that views them is made."""
@@ -175,6 +215,60 @@ class Unit(Paged):
             self.grad.release()
         for what in self.paged:
             self.free(what)
+        for flat in self.banks:
+            flat.release()
+
+    def bank(self, *, whole: bool) -> Iterator[tuple[Running, ...]]:
+        """Move the gradient to the host, as a transfer: what is summed up, or the owned piece of the whole one."""
+        return self._bank(self._under_way(), whole=whole)
+
+    def _under_way(self) -> tuple[Running, ...]:
+        return tuple(flat.task for flat in (self.acc, self.own) if flat.task is not None)
+
+    def _bank(self, before: tuple[Running, ...], *, whole: bool) -> Iterator[tuple[Running, ...]]:
+        yield before
+        flat = self.own if whole else self.acc
+        if whole:
+            self.square = torch.stack(torch._foreach_norm(self.norm_views)).double().square().sum() \
+                if self.norm_views else None
+        self.home(flat.data).copy_(flat.data, non_blocking=True)
+        for bank in self.banks:
+            bank.drop()
+
+    def unbank(self, *, whole: bool) -> Iterator[tuple[Running, ...]]:
+        """Bring it back."""
+        self.brought = whole
+        data = (self.own if whole else self.acc).data
+        bank = next(flat for flat in self.banks if flat.data is data)
+        if data.is_cuda:  # memory of the stream that computes with it; the host has issued all that goes before
+            bank.restore()
+        return self._unbank(self._under_way(), bank)
+
+    def _unbank(self, before: tuple[Running, ...], bank: Flat) -> Iterator[tuple[Running, ...]]:
+        yield before
+        bank.restore()
+        bank.data.copy_(self.home(bank.data), non_blocking=True)
+
+    def summing(self, steps: Steps) -> Steps:
+        """Hop 1 into a sum that is loaded, or not there yet and begins with zero."""
+        fresh = self.acc.data.is_cuda and not self.acc.held
+        if fresh:
+            self.acc.restore()
+        return self._summing(self._under_way(), steps, fresh=fresh)
+
+    def _summing(self, before: tuple[Running, ...], steps: Steps, *, fresh: bool) -> Steps:
+        yield before
+        if fresh or not self.acc.held:
+            self.acc.restore()
+            self.acc.data.zero_()
+        yield from steps
+
+    def fetch(self) -> Iterator[tuple[()]]:
+        """Load the owned weights that the host has made, as a transfer."""
+        assert self._made is not None
+        views = ([v for c, lo, hi in self._owned if lo < hi for v in flat.views(c, lo, hi)]
+                 for flat in (self.updated, self._made))
+        return self._copies(list(zip(*cut_alike(*views), strict=True)))
 
     def clear(self) -> None:
         """Let gradients start from zero. Those of weights that only linear layers use are left as they are: the first
@@ -209,6 +303,12 @@ class Unit(Paged):
         (flat, _), = self.paged["weights"]
         self.paged["weights"] = [(flat, home)]
         self._homes[id(flat.data)] = home
+        if self.hosted and self._made is None:
+            if not self._copies_value:
+                del self._homes[id(self.value.data)]
+                self.value = Flat(self.updated.parts, home, owner=False)
+                self._homes[id(home)] = home
+            self._aim()
 
     @property
     def permanent_bytes(self) -> dict[str, int]:
@@ -216,7 +316,8 @@ class Unit(Paged):
         distinct = {id(f): f for f in (self.weights, self.updated, self.acc, self.own, self.value)
                     if id(f.data) not in self._homes}.values()
         kinds = {id(self.weights): "weights", id(self.acc): "gradients", id(self.own): "gradients"}
-        total = {"weights": 0, "gradients": 0, "optimizer": 0 if "optimizer" in self.paged else self.optimizer.nbytes}
+        away = "optimizer" in self.paged or self.hosted
+        total = {"weights": 0, "gradients": 0, "optimizer": 0 if away else self.optimizer.nbytes}
         for flat in distinct:
             total[kinds.get(id(flat), "optimizer")] += flat.nbytes
         return total
@@ -227,18 +328,20 @@ class Unit(Paged):
         self.compute.wait()
         for flat, _ in self.paged.get("optimizer", ()):
             flat.wait()
+        if self.banked:
+            self.own.wait()
         self.optimizer.step(self._value, self._gradient, scale, lr, self._copy, share)
         self.updates += 1
 
     @property
     def read(self) -> tuple[int, int]:
         """The version that modules read, and how many updates had been made when it was."""
-        return (self.updates, self.updates) if self.using == CURRENT else (self.using, self._made[self.using][0])
+        return (self.updates, self.updates) if self.using == CURRENT else (self.using, self._since[self.using][0])
 
     @property
     def knows(self) -> int:
         """Waves of other virtual workers in the version that modules read."""
-        return self.pulled if self.using == CURRENT else self._made[self.using][1]
+        return self.pulled if self.using == CURRENT else self._since[self.using][1]
 
     def begin_waves(self) -> None:
         """From here on count updates and waves; all virtual workers have the same weights."""
@@ -302,7 +405,7 @@ class Unit(Paged):
         assert version == self.updates
         self.compute.wait()
         current = self.compute.data if self.using == CURRENT else self._shelf[CURRENT]
-        self._shelf[version], self._made[version] = current.clone(), (self.updates, self.pulled)
+        self._shelf[version], self._since[version] = current.clone(), (self.updates, self.pulled)
 
     def anticipate(self, version: int, rates: Sequence[float]) -> None:
         """Predict the weights that will be `version`, after updates at `rates`."""
@@ -314,7 +417,7 @@ class Unit(Paged):
         views = [v for c, lo, hi in self._stored if lo < hi for v in ours.views(c, lo, hi)]
         value, out = cut_alike(self._value, views)
         self.optimizer.anticipate(value, out, rates)
-        self._shelf[version], self._made[version] = copy, (self.updates, self.pulled)
+        self._shelf[version], self._since[version] = copy, (self.updates, self.pulled)
         self.use(using)
 
     def use(self, version: int) -> None:
@@ -336,7 +439,7 @@ class Unit(Paged):
             self.using = CURRENT
         else:
             del self._shelf[version]
-        del self._made[version]
+        del self._since[version]
 
     def _slices(self) -> Iterator[tuple[str, int, int, list[Tensor], int, bool]]:
         """What is stored, by tensors: key, from, to, the values, where the moments lie, whether it is counted here."""

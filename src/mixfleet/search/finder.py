@@ -55,7 +55,8 @@ SIMULATED, EXACT_SIMULATED = 16, 4000
 """Simulations of templates, and of a space that is enumerated in full."""
 TURNED: tuple[ScheduleName, ...] = ("chimera", "dualpipe", "dualpipe-v")
 """Schedules that place the blocks otherwise, tried on request for the best pipelines."""
-AWAY: tuple[tuple[Offload, ...], ...] = (("optimizer",), ("weights", "optimizer"))
+AWAY: tuple[tuple[Offload, ...], ...] = (("optimizer",), ("gradients", "optimizer"), ("weights", "optimizer"),
+                                        ("weights", "gradients", "optimizer"))
 """What is kept in host memory where nothing fits without."""
 BATCHED: tuple[Batching, ...] = ("packed", "bucketed")
 RELATIVES = 2
@@ -385,7 +386,7 @@ class Search:
                 self.judge(reschedule(plan, self.job, self.cluster))
 
     def offload(self) -> None:
-        """Where nothing fits: the plans that lack least, with optimizer state in host memory, then weights too."""
+        """Where nothing fits: the plans that lack least, with optimizer state, gradients and weights in host memory."""
         for plan, _ in most_frugal(self.job, self.cluster):
             for what in AWAY:
                 shard = plan.sharding.replace(weights=1) if "weights" in what else plan.sharding

@@ -6,17 +6,20 @@ from mixfleet.cluster import Cluster
 from mixfleet.cost.clock import held_cost
 from mixfleet.errors import InputError
 from mixfleet.job import Job
-from mixfleet.plan import Plan, Sharding, Stage, Synchronization
+from mixfleet.plan import Offload, Plan, Sharding, Stage, Synchronization
 from mixfleet.plan_rules import why_not
 from mixfleet.schedule.rounds import Leg, split
 from mixfleet.sim import predict
 
 HALVINGS = 4
 """Times that the weights of a leg may be halved until all fits."""
+AWAY: tuple[tuple[Offload, ...], ...] = (("weights", "gradients", "optimizer"), ("weights", "optimizer"))
+"""What may lie in host memory: with gradients there the host makes the step, without them the workers do."""
 
 
 def in_rounds(plan: Plan, job: Job, cluster: Cluster) -> Plan | str:
-    """The devices of the plan as workers in turn, with all state in host memory; or why that is impossible.
+    """The devices of the plan as workers in turn, with all state in host memory, but for gradients where it is faster
+    that the workers make the step; or why that is impossible.
 
     The legs are those that `schedule.rounds.split` cuts by the times of the slowest device. A worker must have a
     backward leg, since the state of a block belongs to one; with fewer of them than devices, as many are used.
@@ -43,22 +46,24 @@ def in_rounds(plan: Plan, job: Job, cluster: Cluster) -> Plan | str:
                 break
         if cut is None:
             break
-        made = _made(plan, cut.legs(count), devices[:count])
-        if why_not(made, job, cluster):
-            return made
-        first = first or made
-        if predict(made, job, cluster, sent=False).fits:
-            return made
+        ways = [_made(plan, cut.legs(count), devices[:count], away) for away in AWAY]
+        if why_not(ways[0], job, cluster):
+            return ways[0]
+        first = first or ways[0]
+        found = [predict(way, job, cluster, sent=False) for way in ways]
+        fitting = [(p.step_s, i) for i, p in enumerate(found) if p.fits]
+        if fitting:
+            return ways[min(fitting)[1]]
         budget /= 2
     return first or f"wants a block's weights twice on a device; the largest block has {max(weights):.3g} bytes"
 
 
-def _made(plan: Plan, legs: tuple[Leg, ...], devices: tuple[int, ...]) -> Plan:
+def _made(plan: Plan, legs: tuple[Leg, ...], devices: tuple[int, ...], away: tuple[Offload, ...]) -> Plan:
     stages = []
     for s, rank in enumerate(devices):
         own, *more = [(leg.lo, leg.hi) for leg in legs if leg.back and leg.device == s]
         ahead = tuple((leg.lo, leg.hi) for leg in legs if not leg.back and leg.device == s)
         stages.append(Stage(blocks=own, more=tuple(more), ahead=ahead, devices=(rank,),
-                            offload=("weights", "optimizer")))
+                            offload=away))
     return plan.replace(schedule="roundpipe", sharding=Sharding(), synchronization=Synchronization(),
                         accumulation="plain", pipelines=(plan.pipelines[0].replace(stages=tuple(stages)),))

@@ -11,12 +11,15 @@ from mixfleet.program.action import (
     AHEAD,
     ANTICIPATE,
     DROP,
+    FREE_GRAD,
     FREE_STATE,
     FREE_WEIGHTS,
     GATHER,
     KEEP,
+    LOAD_GRAD,
     LOAD_SAVED,
     LOAD_STATE,
+    LOAD_UPDATED,
     LOAD_WEIGHTS,
     NORM,
     PARK_SAVED,
@@ -29,6 +32,7 @@ from mixfleet.program.action import (
     RECV_KEPT,
     REDUCE,
     RELEASE,
+    SAVE_GRAD,
     SAVE_STATE,
     SAVE_WEIGHTS,
     SEND_ACT,
@@ -42,8 +46,11 @@ from mixfleet.program.action import (
     F,
     I,
     W,
+    stream_of,
 )
 from mixfleet.program.layout import Layout
+
+_COMPUTE = stream_of(Action(F))
 
 
 def hazards(actions: tuple[Action, ...], layout: Layout) -> list[tuple[int, ...]]:
@@ -54,13 +61,15 @@ def hazards(actions: tuple[Action, ...], layout: Layout) -> list[tuple[int, ...]
     used, computed = [-1] * count, [-1] * count  # last F or B that read the weights; last B of the gradient
     ready, moved = [-1] * count, [-1] * count  # last G, X or P; last R or Y
     stepped, loaded, saved = [-1] * count, [-1] * count, [-1] * count
+    brought, banked = [-1] * count, [-1] * count  # last LG or XG of the gradient; last EG
+    hosts, last = any(a.op == SAVE_GRAD for a in actions), -1  # last of what is computed
     loads = any(a.op == LOAD_WEIGHTS for a in actions)
     fetched: dict[tuple[int, int], int] = {}  # LA of each block and micro-batch
     received: dict[tuple[str, int, int], int] = {}
     made: dict[tuple[str, int, int], int] = {}
     waves: dict[tuple[str, int, int], int] = {}  # PU and Y of each wave
     rounds = any(a.op in (AHEAD, RECV_KEPT) for a in actions)
-    reduced, normed = -1, False
+    reduced, freed, normed = -1, -1, False
     found: list[tuple[int, ...]] = []
     for i, (op, lo, hi, mb, *_) in enumerate(actions):
         needs: tuple[int, ...] = ()
@@ -79,6 +88,9 @@ def hazards(actions: tuple[Action, ...], layout: Layout) -> list[tuple[int, ...]
                     before.update((received.get((RECV_KEPT, lo, mb), -1), received.get((SEND_ACT, hi, mb), -1)))
             else:
                 before.update(moved[lo:hi], [moved[u] for u in extra])
+                if hosts:
+                    mine = {u for b in range(lo, hi) for u in layout.units_of_block[b]}
+                    before.update(brought[u] for u in mine if not layout.needed(REDUCE, u))
                 if op != W:
                     before.add(received.get((RECV_GRAD, hi, mb), -1))
                     if fetched:
@@ -115,6 +127,19 @@ def hazards(actions: tuple[Action, ...], layout: Layout) -> list[tuple[int, ...]
             saved[lo] = i
         elif op == FREE_STATE:
             needs = (saved[lo],)
+        elif op == LOAD_GRAD:
+            needs = tuple(sorted({banked[lo], last} - {-1}))
+            brought[lo] = freed = i
+        elif op == FREE_GRAD:
+            needs = (max(banked[lo], stepped[lo]),)
+            brought[lo] = freed = i
+        elif op == SAVE_GRAD:
+            first = {brought[lo], moved[lo], -1 if layout.needed(REDUCE, lo) else computed[lo]}
+            needs = tuple(sorted(first - {-1}))
+            banked[lo] = i
+        elif op == LOAD_UPDATED:
+            needs = (stepped[lo],)
+            stepped[lo] = ready[lo] = i
         elif op == SYNC and mb >= 0:
             needs = (waves[PUSH, lo, mb],)
             waves[SYNC, lo, mb] = i
@@ -122,7 +147,7 @@ def hazards(actions: tuple[Action, ...], layout: Layout) -> list[tuple[int, ...]
             needs = (waves[SYNC, lo, mb],) if op == PULL else ()
             waves[op, lo, mb] = i
         elif op in (REDUCE, SYNC):
-            needs = (computed[lo],)
+            needs = (computed[lo],) if brought[lo] < 0 else tuple(sorted({computed[lo], brought[lo]} - {-1}))
             moved[lo] = reduced = i
         elif op in (RECV_ACT, RECV_GRAD, RECV_KEPT):
             received[op, hi if op == RECV_GRAD else lo, mb] = i
@@ -133,11 +158,12 @@ def hazards(actions: tuple[Action, ...], layout: Layout) -> list[tuple[int, ...]
         elif op == SEND_GRAD:
             needs = (made[B, lo, mb],)
         elif op == NORM:
-            needs = (reduced,)
+            needs = (reduced,) if freed < 0 else tuple(sorted({reduced, freed} - {-1}))
             normed = True
         elif op == STEP:
             # Without loads it stands behind the computing that used the last gather.
-            needs = tuple(sorted({loaded[lo], ready[lo] if loads else -1, -1 if normed else moved[lo]} - {-1}))
+            before = {loaded[lo], ready[lo] if loads else -1, -1 if normed else moved[lo], brought[lo]}
+            needs = tuple(sorted(before - {-1}))
             stepped[lo] = i
             if loads:
                 ready[lo] = i
@@ -147,5 +173,7 @@ def hazards(actions: tuple[Action, ...], layout: Layout) -> list[tuple[int, ...]
         elif op in (KEEP, ANTICIPATE, USE, DROP):
             before = {*ready[lo:hi], *(ready[u] for b in range(lo, hi) for u in tied[b])} - {-1}
             needs = tuple(sorted(before))
+        if hosts and stream_of(actions[i]) == _COMPUTE:
+            last = i
         found.append(needs if needs != (-1,) else ())
     return found

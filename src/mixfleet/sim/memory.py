@@ -9,7 +9,7 @@ the start of a receive to its use, and from their making to the end of a send.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -31,13 +31,16 @@ from mixfleet.program.action import (
     AHEAD,
     ANTICIPATE,
     DROP,
+    FREE_GRAD,
     FREE_STATE,
     FREE_WEIGHTS,
     GATHER,
     JOINT,
     KEEP,
+    LOAD_GRAD,
     LOAD_SAVED,
     LOAD_STATE,
+    LOAD_UPDATED,
     LOAD_WEIGHTS,
     PARK_SAVED,
     PULL,
@@ -51,6 +54,7 @@ from mixfleet.program.action import (
     SEND_GRAD,
     SEND_KEPT,
     STEP,
+    SYNC,
     Action,
     B,
     F,
@@ -120,7 +124,8 @@ def static(layout: Layout, job: Job, rank: int) -> Static:
         updated += 0 if _inside(pieces["optimizer"], pieces["weights"]) else owned
     away = layout.plan.pipelines[place.pipeline].stages[place.stage].offload
     weights = 0 if "weights" in away else totals["weights"] + updated
-    state = state_bytes(job, weights, totals["gradients"] + own, totals["optimizer"])
+    gradients = 0 if "gradients" in away else totals["gradients"] + own
+    state = state_bytes(job, weights, gradients, totals["optimizer"])
     if "optimizer" in away:
         return Static(*state[:2], 0, 0)
     return Static(*state[:3], _moments(layout, job, totals["optimizer"]))
@@ -129,10 +134,17 @@ def static(layout: Layout, job: Job, rank: int) -> Static:
 def offloaded(layout: Layout, job: Job, post: int) -> int:
     """Bytes of state that a post keeps in host memory."""
     place = layout.places[post]
-    ops = {"weights": LOAD_WEIGHTS, "optimizer": LOAD_STATE}
-    return sum(host_bytes(layout, job, u, post, ops[kind])
-               for kind in layout.plan.pipelines[place.pipeline].stages[place.stage].offload
-               for u in layout.units_of_stage(place.pipeline, place.stage))
+    away = layout.plan.pipelines[place.pipeline].stages[place.stage].offload
+    total = 0
+    for u in layout.units_of_stage(place.pipeline, place.stage):
+        total += host_bytes(layout, job, u, post, LOAD_WEIGHTS) if "weights" in away else 0
+        total += host_bytes(layout, job, u, post, LOAD_STATE) if "optimizer" in away else 0
+        if "gradients" in away:
+            total += sum(host_bytes(layout, job, u, post, LOAD_GRAD, whole=whole)
+                         for whole in ([False, True] if layout.apart(u, post) else [False]))
+        if layout.fetches_updated(u, away):
+            total += host_bytes(layout, job, u, post, LOAD_UPDATED)
+    return total
 
 
 def _moments(layout: Layout, job: Job, elements: int) -> int:
@@ -227,6 +239,7 @@ class _Walk:
         self._edges: dict[tuple[int, int], int] = {}
         self._elements: dict[int, tuple[int, int]] = {}
         self._layered = plan.accumulation == "layered"
+        self._banks = "gradients" in self._stage.offload
         self._reduced = {row.actions[i].lo for i in self._mine if row.actions[i].op == REDUCE}
 
     def _blocks(self, action: Action, micro_batch: int, *, frees: bool = False) -> tuple[int, int, int]:
@@ -284,6 +297,22 @@ class _Walk:
     def _gradient(self, unit: int) -> int:
         return self._unit(unit)[0] * self._job.bytes.gradient_bytes
 
+    def _summed(self, unit: int, *, whole: bool) -> int:
+        """Bytes of a gradient that goes to the host: what is summed up, or what is owned of the whole one."""
+        return host_bytes(self._layout, self._job, self._alike[unit], self._post, LOAD_GRAD, whole=whole)
+
+    def _touched(self, action: Action) -> Iterator[tuple[int, bool]]:
+        """Units whose gradient an action makes or brings here, and whether that is the whole one."""
+        op, layout = action.op, self._layout
+        if op in (B, I, W):
+            for b in range(action.lo, action.hi):
+                yield from ((u, False) for u in layout.units_of_block[b]
+                            if not layout.units[u].frozen and not layout.needed(REDUCE, u))
+        elif op == REDUCE or (op == LOAD_GRAD and action.mb >= 0):
+            yield action.lo, False
+        elif op == LOAD_GRAD or (op == SYNC and layout.apart(action.lo, self._post)):
+            yield action.lo, True
+
     def events(self) -> list[Event]:
         """All changes; those of moments are what a fresh run makes in its first step."""
         row = self._row
@@ -295,6 +324,7 @@ class _Walk:
         buffers: set[int] = set()
         stepped: set[int] = set()
         agreed: set[int] = set()
+        here: dict[tuple[int, bool], int] = {}  # gradients that go to the host
         sent = {(a.op, boundary(a)) for a in map(row.actions.__getitem__, self._mine) if a.op in (SEND_ACT, SEND_GRAD)}
         if self._layered:  # what one block hands to the next waits for it as a message would
             inner = range(1, len(self._job.model.blocks))
@@ -303,6 +333,10 @@ class _Walk:
         for i in self._mine:
             action, start, end = row.actions[i], row.start_ns[i], row.end_ns[i]
             op, mb = action.op, action.mb
+            for key in self._touched(action) if self._banks else ():
+                if key not in here:
+                    here[key] = nbytes = self._summed(key[0], whole=key[1])
+                    add((start, nbytes, _GRADIENTS, i))
             if op in (F, RECV_ACT, RECV_GRAD, SEND_ACT, SEND_GRAD) and not sizes[mb]:
                 continue  # another replica of the stage has all of it
             if op == F:
@@ -366,6 +400,9 @@ class _Walk:
                 add((start, nbytes, _GATHERED, i) if op == GATHER else (end, -nbytes, _GATHERED, i))
             elif op in (LOAD_WEIGHTS, LOAD_STATE):
                 add((start, host_bytes(self._layout, self._job, self._alike[action.lo], self._post, op), _LOADED, i))
+            elif op == FREE_GRAD:
+                for whole in (False, True):
+                    add((end, -here.pop((action.lo, whole), 0), _GRADIENTS, i))
             elif op in (FREE_WEIGHTS, FREE_STATE):
                 kind = LOAD_WEIGHTS if op == FREE_WEIGHTS else LOAD_STATE
                 add((end, -host_bytes(self._layout, self._job, self._alike[action.lo], self._post, kind), _LOADED, i))
@@ -378,7 +415,7 @@ class _Walk:
                     stepped.add(action.lo)
                     add((start, _moments(self._layout, self._job, owned), _MOMENTS, i))
                 nbytes = optimizer_temporary_bytes(owned, self._job)
-                if nbytes:
+                if nbytes and not (self._stage.hosted and self._device.kind != "cpu"):
                     add((start, nbytes, _OPTIMIZER, i))
                     add((end, -nbytes, _OPTIMIZER, i))
             elif op in (PUSH, PULL):  # what is pushed stays until the sum has come in its place, both together

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from mixfleet.batching import Micro
 from mixfleet.cluster import Cluster, Device
 from mixfleet.cost.clock import held_cost
-from mixfleet.cost.kernels import accumulate_s, anticipate_s, copy_s, foresee, host_copy_s, optimizer_s
+from mixfleet.cost.kernels import accumulate_s, anticipate_s, copy_s, foresee, host_copy_s, host_step_s, optimizer_s
 from mixfleet.cost.memory import parked_bytes, state_bytes
 from mixfleet.cost.network import Loads, Ports, collective_s, in_arrays
 from mixfleet.job import Job
@@ -18,12 +18,15 @@ from mixfleet.program.action import (
     ANTICIPATE,
     DROP,
     KEEP,
+    LOAD_GRAD,
     LOAD_SAVED,
     LOAD_STATE,
+    LOAD_UPDATED,
     LOAD_WEIGHTS,
     PARK_SAVED,
     PULL,
     PUSH,
+    SAVE_GRAD,
     SAVE_STATE,
     SAVE_WEIGHTS,
     STEP,
@@ -34,6 +37,7 @@ from mixfleet.program.action import (
     I,
     W,
 )
+from mixfleet.program.layout import Kind as StateKind
 from mixfleet.program.layout import Layout
 from mixfleet.sim.experts import Experts, even_rows
 from mixfleet.sim.traffic import Traffic, tensor_bytes
@@ -41,19 +45,27 @@ from mixfleet.units import NS_PER_S
 
 NORM_BYTES = 16
 """What the norm exchanges per rank: a sum of squares and a count of valid tokens, both fp64."""
-HOST = {LOAD_WEIGHTS: "load", LOAD_STATE: "load", SAVE_WEIGHTS: "save", SAVE_STATE: "save"}
+HOST = {LOAD_WEIGHTS: "load", LOAD_STATE: "load", LOAD_GRAD: "load", LOAD_UPDATED: "load",
+        SAVE_WEIGHTS: "save", SAVE_STATE: "save", SAVE_GRAD: "save"}
 """Category of the actions that move state between a device and its host."""
 PARKS = {PARK_SAVED: "save", LOAD_SAVED: "load"}
 """Of those that move saved activations."""
 
 
-def host_bytes(layout: Layout, job: Job, unit: int, post: int, op: str) -> int:
-    """Bytes that such an action moves for a unit."""
+def host_bytes(layout: Layout, job: Job, unit: int, post: int, op: str, *, whole: bool = True) -> int:
+    """Bytes that such an action moves for a unit; of its gradient what is owned of the `whole` one, or what is summed
+    up micro-batch by micro-batch."""
     if op in (LOAD_WEIGHTS, SAVE_WEIGHTS):  # under roundpipe a worker loads what is not its own as well
         return (layout.compute_elements(unit, post) if layout.held(unit, post) else layout.units[unit].elements
                 ) * job.bytes.weight_bytes
-    pieces = [layout.piece("optimizer", unit, c, layout.places[post].replica) for c in layout.held(unit, post)]
-    state = state_bytes(job, 0, 0, sum(hi - lo for lo, hi in pieces))
+    kind: StateKind = "gradients" if op in (LOAD_GRAD, SAVE_GRAD) and not whole else "optimizer"
+    pieces = [layout.piece(kind, unit, c, layout.places[post].replica) for c in layout.held(unit, post)]
+    elements = sum(hi - lo for lo, hi in pieces)
+    if op in (LOAD_GRAD, SAVE_GRAD):
+        return elements * job.bytes.gradient_bytes
+    if op == LOAD_UPDATED:
+        return elements * job.bytes.weight_bytes
+    state = state_bytes(job, 0, 0, elements)
     return state.master + state.moments
 
 
@@ -130,7 +142,8 @@ class Pricing:
                 (entity.pipeline, entity.stage, tuple([self._device[r] for r in entity.ranks]), self._group(e),
                  self._layout.share(entity.replica), self._shared_sequence(e), self._shared_experts(e),
                  self._plan.pipelines[entity.pipeline].sizes(entity.stage, entity.member)
-                 if self._stage(e).members > 1 else ()), len(self._kinds))
+                 if self._stage(e).members > 1 else (),
+                 self._host_of(entity.ranks[0]) if self._stage(e).hosted else ()), len(self._kinds))
         return self._kind_of[e]
 
     def _parts_of(self, e: int) -> list[int]:
@@ -306,7 +319,7 @@ class Pricing:
             if self._experts.shared:  # whose micro-batches may shrink apart
                 key += tuple(self._experts.tokens(self._entities[m].replica, action.mb) for m in self._mates(e))
         elif action.op in (STEP, PUSH, PULL) or action.op in HOST:
-            key = (e, action.op, self._alike[action.lo])
+            key = (e, action.op, self._alike[action.lo], action.mb < 0)
         elif action.op in (KEEP, ANTICIPATE, USE, DROP):
             key = (e, action.op, action.lo, action.hi)
         else:
@@ -314,7 +327,7 @@ class Pricing:
         if key not in self._known:
             first = self._alike[action.lo]
             made = (self._step(e, first) if action.op == STEP else self._wave(e, action.op, first)
-                    if action.op in (PUSH, PULL) else self._copy(e, action.op, first) if action.op in HOST
+                    if action.op in (PUSH, PULL) else self._copy(e, action, first) if action.op in HOST
                     else self._park(e, action, micro_batch, micro) if action.op in PARKS
                     else self._blocks(e, action, micro_batch, micro) if action.op in (F, B, I, W, AHEAD)
                     else self._version(e, action))
@@ -383,10 +396,10 @@ class Pricing:
             backward -= weight
         return [("recompute", recompute), ("backward", backward), ("tensor", tensor), ("expert", expert)]
 
-    def _copy(self, e: int, op: str, unit: int) -> list[tuple[str, float]]:
-        """Loading or saving a unit's weights, or the optimizer's state of the piece that a rank owns."""
-        entity = self._entities[e]
-        sizes = [host_bytes(self._layout, self._job, unit, post, op) for post in entity.posts]
+    def _copy(self, e: int, action: Action, unit: int) -> list[tuple[str, float]]:
+        """Loading or saving a unit's weights or gradient, or the optimizer's state of the piece that a rank owns."""
+        entity, op = self._entities[e], action.op
+        sizes = [host_bytes(self._layout, self._job, unit, post, op, whole=action.mb < 0) for post in entity.posts]
         return [(HOST[op], max(host_copy_s(n, self._cluster.devices[r]) for r, n in zip(entity.ranks, sizes)))]
 
     def _parked(self, e: int, action: Action, micro_batch: int, micro: Micro | None) -> dict[int, int]:
@@ -409,7 +422,7 @@ class Pricing:
             return sum(self._parked(e, action, micro_batch, micro).values())
         if action.op not in HOST:
             return 0
-        return sum(host_bytes(self._layout, self._job, self._alike[action.lo], post, action.op)
+        return sum(host_bytes(self._layout, self._job, self._alike[action.lo], post, action.op, whole=action.mb < 0)
                    for post in self._entities[e].posts)
 
     def _version(self, e: int, action: Action) -> list[tuple[str, float]]:
@@ -422,6 +435,12 @@ class Pricing:
             slowest = max(slowest, anticipate_s(count, device, job) if action.op == ANTICIPATE else
                           copy_s(count, device, job) * (2 if action.op == USE else 1))
         return [("optimizer", slowest)]
+
+    def _host_of(self, rank: int) -> tuple[int, float]:
+        """How many devices have their steps made by the host of this one, all at once, and what it can move."""
+        node = self._cluster.node_of[rank]
+        return (len({r for p in self._plan.pipelines for stage in p.stages if stage.hosted for r in stage.devices
+                     if self._cluster.node_of[r] == node}), self._cluster.nodes[node].host_Bps)
 
     def _wave(self, e: int, op: str, unit: int) -> list[tuple[str, float]]:
         """A push takes the difference of two versions; a pull adds one, and what the worker has changed since."""
@@ -440,5 +459,7 @@ class Pricing:
             for column in layout.held(unit, post):
                 lo, hi = layout.piece("optimizer", unit, column, entity.replica)
                 owned += hi - lo
-            slowest = max(slowest, optimizer_s(owned, self._cluster.devices[rank], self._job))
+            device = self._cluster.devices[rank]
+            slowest = max(slowest, host_step_s(owned, device, self._job, *self._host_of(rank))
+                          if self._stage(e).hosted else optimizer_s(owned, device, self._job))
         return [("optimizer", slowest)]
