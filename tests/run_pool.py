@@ -6,8 +6,9 @@ import multiprocessing
 import multiprocessing.connection
 import pickle
 import tempfile
+import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from mixfleet.plan import Pipeline, Plan, Sharding, Stage
 from mixfleet.program.layout import Layout
 from mixfleet.program.lower import lower
 from mixfleet.run.collective import Groups, Sums
+from mixfleet.run.parked import Parked
 from mixfleet.run.source import DecoderSource
 from mixfleet.run.state import Numbers
 from mixfleet.schedule.named import SCHEDULES
@@ -117,7 +119,8 @@ class Case(NamedTuple):
     loss_scale: float = 0.0
     """fp16: what it starts with, and it grows after three good steps; 0 for the usual."""
     sabotage: str = ""
-    """`accumulate`: hop 1 forgets earlier micro-batches. `hop 2`: groups do not hear of each other."""
+    """`accumulate`: hop 1 forgets earlier micro-batches. `hop 2`: groups do not hear of each other.
+    `slow copies`: what goes to the host takes long."""
 
 
 def carry_out(case: Case, process: int) -> Outcome:
@@ -132,6 +135,14 @@ def carry_out(case: Case, process: int) -> Outcome:
         for exchange in rank.interpreter._exchanges.values():
             if isinstance(exchange, Sums):
                 exchange.accumulate = False
+    elif case.sabotage == "slow copies":
+        saved = Parked.save
+
+        def slowly(self: Parked) -> Iterator[tuple[()]]:
+            time.sleep(0.02)
+            yield from saved(self)
+
+        Parked.save = slowly  # type: ignore[method-assign]
     elif case.sabotage == "hop 2":
         rank.interpreter._do["Y"] = lambda action: None
     results, scales = [], []
@@ -146,6 +157,8 @@ def carry_out(case: Case, process: int) -> Outcome:
         rank.step += 1
     interpreter._GROWTH_STEPS = usual
     rank.interpreter.finish()
+    if case.sabotage == "slow copies":
+        Parked.save = saved  # type: ignore[method-assign]
     spans, memory = rank.recorder.stop()
     units = rank.interpreter.units.values()
     outcome = Outcome([r.loss for r in results], [r.grad_norm for r in results], [r.valid for r in results],

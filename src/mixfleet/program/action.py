@@ -31,9 +31,9 @@ AHEAD, SEND_KEPT, RECV_KEPT = rounds.AHEAD, "SX", "RX"
 LOAD_WEIGHTS, SAVE_WEIGHTS, FREE_WEIGHTS = "LW", "EW", "XW"
 LOAD_STATE, SAVE_STATE, FREE_STATE = "LO", "EO", "XO"
 LOAD_GRAD, SAVE_GRAD, FREE_GRAD, LOAD_UPDATED = "LG", "EG", "XG", "LU"
-LOAD_SAVED, PARK_SAVED, PASS_SAVED = "LA", "EA", "XA"
+LOAD_SAVED, PARK_SAVED, PASS_SAVED, AWAIT_PARKED = "LA", "EA", "XA", "HA"
 KEEP, ANTICIPATE, USE, DROP = asynchronous.KEEP, asynchronous.ANTICIPATE, asynchronous.USE, asynchronous.DROP
-_ACTION = re.compile(r"(F|B|I|W|SA|RA|SG|RG|SX|RX|PU|PL|C|G|X|R|Y|N|S|P|[LEX][WOAG]|LU|K|A|U|D)"
+_ACTION = re.compile(r"(F|B|I|W|SA|RA|SG|RG|SX|RX|PU|PL|C|G|X|R|Y|N|S|P|[LEX][WOAG]|LU|HA|K|A|U|D)"
                      r"(?:(\d+)(?::(\d+))?)?(?:\.(\d+))?(?:@(\d+))?('*|\*)")
 JOINT = -1
 """The seat of what a rank does once for all its seats: the norm, and exchanges of a unit that several of them hold."""
@@ -61,7 +61,7 @@ class Action(NamedTuple):
          XG free it. Without `mb`: the whole gradient of the owned piece, all micro-batches and replicas in it
     LU   load the updated weights of the owned piece of unit `lo`, where the host has made the step
     EA   move what the forward of block `lo` saved for `mb` to host memory;  LA bring it back;  XA once its backward
-         has used it, which those behind it in their stream wait for
+         has used it, which those behind it in their stream wait for; HA go on only once it is in host memory
     K    keep a copy of the current weights of blocks `lo` to `hi - 1`, as version `mb`
     A    anticipate: predict the weights of these blocks that will be version `mb`, from the optimizer's state
     U    from here on F and B of these blocks use the copy that is version `mb`; without a version, the current weights
@@ -257,6 +257,7 @@ def effects(action: Action, layout: Layout, units: tuple[int, ...]) -> tuple[lis
         PARK_SAVED: ([("saved", lo, mb)], [("parked", lo, mb)]),
         LOAD_SAVED: ([("parked", lo, mb)], [("saved", lo, mb)]),
         PASS_SAVED: ([], [("saved", lo, mb)]),
+        AWAIT_PARKED: ([("parked", lo, mb)], []),
         PUBLISH: ([("opt", lo, 0)], [(home, lo, 0)]),
         PUSH: ([("w", lo, 0)], [("delta", lo, mb)]),
         PULL: ([("total", lo, mb), ("w", lo, 0)], [("w", lo, 0)]),

@@ -10,6 +10,7 @@ from mixfleet.plan import Plan
 from mixfleet.program.action import (
     AHEAD,
     ANTICIPATE,
+    AWAIT_PARKED,
     DROP,
     FREE_GRAD,
     FREE_STATE,
@@ -119,6 +120,9 @@ def _role_problems(role: Role, plan: Plan, layout: Layout) -> Iterator[str]:
             elif a.op == PASS_SAVED and not {(B, a.lo, a.mb), (I, a.lo, a.mb)} & seen:
                 yield f"{here}: its backward has not used it yet"
             (parked.add if a.op == PARK_SAVED else parked.discard)((a.lo, a.mb))
+        elif a.op == AWAIT_PARKED:
+            if (a.lo, a.mb) not in parked:
+                yield f"{here}: what it saved is not on its way to host memory"
         elif a.op in (LOAD_STATE, FREE_STATE):
             if (a.lo in state) == (a.op == LOAD_STATE):
                 yield f"{here}: the optimizer's state is {'here already' if a.lo in state else 'not here'}"
@@ -334,7 +338,7 @@ def _miscounted(role: Role, layout: Layout, units: tuple[int, ...]) -> Iterator[
         elif a.op in (LOAD_GRAD, SAVE_GRAD, FREE_GRAD) and a.mb >= 0:
             continue  # between micro-batches: what does not match is found as such
         elif a.op not in (GATHER, RELEASE, LOAD_WEIGHTS, FREE_WEIGHTS, KEEP, ANTICIPATE, USE, DROP, PARK_SAVED,
-                          LOAD_SAVED, PASS_SAVED):
+                          LOAD_SAVED, PASS_SAVED, AWAIT_PARKED):
             found[(a.op, a.lo, a.mb)] += 1
     for key in sorted((expected | found).keys()):
         name = str(Action(key[0], key[1], key[1] + 1, key[2]))

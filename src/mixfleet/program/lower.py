@@ -14,6 +14,7 @@ from mixfleet.model.spec import Model
 from mixfleet.plan import Offload, Pipeline, Plan
 from mixfleet.program.action import (
     AHEAD,
+    AWAIT_PARKED,
     FREE_GRAD,
     FREE_STATE,
     FREE_WEIGHTS,
@@ -303,7 +304,8 @@ def _park(actions: Actions, blocks: frozenset[int], prefetch: int) -> Actions:
     backward.
 
     The stream keeps its order, so what comes back waits until the backward before has used its own: that bounds
-    memory. Where nothing would lie there for a while, it stays.
+    memory. So does a forward whose own will go: it waits until at most `prefetch` + 1 others are on their way, however
+    slow copies are. Where nothing would lie there for a while, it stays.
     """
     computes = [i for i, a in enumerate(actions) if a.op in (F, B, I, W)]
     made = {(actions[i].lo, actions[i].mb): n for n, i in enumerate(computes) if actions[i].op == F}
@@ -319,8 +321,15 @@ def _park(actions: Actions, blocks: frozenset[int], prefetch: int) -> Actions:
             loads.setdefault(computes[back], []).append(Action(LOAD_SAVED, a.lo, a.hi, a.mb))
     there = {(actions[i].lo, actions[i].mb) for i in parks}
     out: Actions = []
+    leaving: deque[Action] = deque()
     for i, a in enumerate(actions):
-        out += [*loads.get(i, ()), a]
+        out += loads.get(i, ())
+        leaving = deque(one for one in leaving if (one.lo, one.mb) not in {(b.lo, b.mb) for b in loads.get(i, ())})
+        if i in parks:
+            if len(leaving) > prefetch + 1:
+                out.append(leaving.popleft())
+            leaving.append(Action(AWAIT_PARKED, a.lo, a.hi, a.mb))
+        out.append(a)
         if i in parks:
             out.append(Action(PARK_SAVED, a.lo, a.hi, a.mb))
         elif a.op in (B, I) and (a.lo, a.mb) in there:

@@ -148,6 +148,9 @@ class Running(Task, Protocol):
 
     def done(self) -> bool: ...
 
+    def settle(self) -> None:
+        """Wait as long as it takes, the host too."""
+
 
 Buffers: TypeAlias = "Mapping[int, Flat]"
 """By the post whose state it is."""
@@ -187,6 +190,8 @@ class _Joined:
     def wait(self) -> None:
         self._future.result()
 
+    settle = wait
+
     def done(self) -> bool:
         return self._future.done()
 
@@ -225,6 +230,9 @@ class _Recorded:
 
     def wait(self) -> None:
         torch.cuda.current_stream().wait_event(self._event)
+
+    def settle(self) -> None:
+        self._event.synchronize()
 
     def done(self) -> bool:
         return bool(self._event.query())  # type: ignore[no-untyped-call]

@@ -21,6 +21,7 @@ from mixfleet.job import Job
 from mixfleet.plan import Offload, Pipeline
 from mixfleet.program.action import (
     ANTICIPATE,
+    AWAIT_PARKED,
     DROP,
     FREE_GRAD,
     FREE_STATE,
@@ -60,7 +61,7 @@ from mixfleet.program.action import (
     boundary,
 )
 from mixfleet.program.layout import Layout
-from mixfleet.run.collective import Chain, Copies, Fabric, Sums, Task, overlaps
+from mixfleet.run.collective import Chain, Copies, Fabric, Running, Sums, Task, overlaps
 from mixfleet.run.linear import Later, Linears, PutOff, adopt
 from mixfleet.run.modules import TABLES
 from mixfleet.run.parked import Parked, Storages, constants
@@ -221,7 +222,7 @@ class Interpreter:
             RELEASE: self._release, REDUCE: self._move, SYNC: self._move, NORM: self._norm, STEP: self._step,
             PUBLISH: self._move, **dict.fromkeys(_PAGES, self._page),
             **dict.fromkeys((LOAD_GRAD, SAVE_GRAD, FREE_GRAD), self._bank), LOAD_UPDATED: self._fetch,
-            **dict.fromkeys((PARK_SAVED, LOAD_SAVED, PASS_SAVED), self._park),
+            **dict.fromkeys((PARK_SAVED, LOAD_SAVED, PASS_SAVED, AWAIT_PARKED), self._park),
             **dict.fromkeys((KEEP, ANTICIPATE, USE, DROP), self._version)}
         self._values: dict[tuple[str, int, int], Tensor | _Arrival] = {}
         """Activations `x` and gradients `g` at block boundaries, by (kind, block, micro-batch)."""
@@ -232,7 +233,7 @@ class Interpreter:
                        and "full" not in (self._modes[b - 1], self._modes[b])}
         """Blocks that may be one segment with the block before, both being here."""
         self._read(role)
-        self._parked: dict[tuple[int, int], tuple[Parked, Task | None]] = {}
+        self._parked: dict[tuple[int, int], tuple[Parked, Running | None]] = {}
         """What lies in host memory, or is on its way there or back."""
         self._later: dict[tuple[int, int], tuple[Later, list[int]]] = {}
         """Weight gradients put off by the input half of a backward, and what they hold."""
@@ -441,10 +442,14 @@ class Interpreter:
         return Parked({key: s for key, s in kept.items() if key not in stay}, self.recorder, self.device)
 
     def _park(self, action: Action) -> None:
-        """EA, LA or XA: the backward waits for what comes back."""
+        """EA, LA, XA or HA: the backward waits for what comes back."""
         if self._absent(action.mb) or action.op == PASS_SAVED:
             return
         key = action.lo, action.mb
+        if action.op == AWAIT_PARKED:
+            if task := self._parked[key][1]:
+                task.settle()
+            return
         parked, _ = self._parked.pop(key)
         steps, category = (parked.save(), "save") if action.op == PARK_SAVED else (parked.load(), "load")
         self._parked[key] = parked, self.fabric.run("host", steps, str(action), category)

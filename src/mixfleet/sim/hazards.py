@@ -10,6 +10,7 @@ from __future__ import annotations
 from mixfleet.program.action import (
     AHEAD,
     ANTICIPATE,
+    AWAIT_PARKED,
     DROP,
     FREE_GRAD,
     FREE_STATE,
@@ -65,6 +66,7 @@ def hazards(actions: tuple[Action, ...], layout: Layout) -> list[tuple[int, ...]
     hosts, last = any(a.op == SAVE_GRAD for a in actions), -1  # last of what is computed
     loads = any(a.op == LOAD_WEIGHTS for a in actions)
     fetched: dict[tuple[int, int], int] = {}  # LA of each block and micro-batch
+    parked: dict[tuple[int, int], int] = {}  # EA of each
     received: dict[tuple[str, int, int], int] = {}
     made: dict[tuple[str, int, int], int] = {}
     waves: dict[tuple[str, int, int], int] = {}  # PU and Y of each wave
@@ -113,6 +115,9 @@ def hazards(actions: tuple[Action, ...], layout: Layout) -> list[tuple[int, ...]
             ready[lo] = i
         elif op == PARK_SAVED:  # block by block, as all computing is then
             needs = (made[F, hi, mb],)
+            parked[lo, mb] = i
+        elif op == AWAIT_PARKED:
+            needs = (parked[lo, mb],)
         elif op == LOAD_SAVED:
             fetched[lo, mb] = i
         elif op == PASS_SAVED:

@@ -30,6 +30,7 @@ from mixfleet.plan import Plan
 from mixfleet.program.action import (
     AHEAD,
     ANTICIPATE,
+    AWAIT_PARKED,
     DROP,
     FREE_GRAD,
     FREE_STATE,
@@ -277,6 +278,26 @@ class _Walk:
         return parked_bytes(block, micro_batch, self._tokens, self._stage.tensor, self._device, self._job,
                             self._modes[b], self._job.seq_len / self._tokens, share, first=b == 0)
 
+    def _certainly_away(self) -> dict[int, int]:
+        """Per EA, when what it moves has left the device however slow copies are: when something is computed that
+        waits for it or for what comes back behind it in its stream. So the peak does not depend on their speed."""
+        row, found, upto = self._row, dict[int, int](), 0
+        leaving: list[int] = []
+        place: dict[tuple[int, int], int] = {}
+        behind: dict[tuple[int, int], int] = {}
+        for i in self._mine:
+            action, key = row.actions[i], (row.actions[i].lo, row.actions[i].mb)
+            if action.op == PARK_SAVED:
+                place[key] = len(leaving)
+                leaving.append(i)
+            elif action.op == LOAD_SAVED:
+                behind[key] = len(leaving)
+            sure = place[key] + 1 if action.op == AWAIT_PARKED else behind.pop(key, 0) if action.op in (B, I) else 0
+            for j in leaving[upto:sure]:
+                found[j] = min(found.get(j, row.start_ns[i]), row.start_ns[i])
+            upto = max(upto, sure)
+        return found
+
     def _boundary(self, block: int, micro_batch: int) -> int:
         """Bytes of the output of a block, in the shards of this stage."""
         job, key = self._job, (block, micro_batch)
@@ -325,6 +346,7 @@ class _Walk:
         stepped: set[int] = set()
         agreed: set[int] = set()
         here: dict[tuple[int, bool], int] = {}  # gradients that go to the host
+        away, going = self._certainly_away(), list[list[int]]()
         sent = {(a.op, boundary(a)) for a in map(row.actions.__getitem__, self._mine) if a.op in (SEND_ACT, SEND_GRAD)}
         if self._layered:  # what one block hands to the next waits for it as a message would
             inner = range(1, len(self._job.model.blocks))
@@ -370,8 +392,20 @@ class _Walk:
                     add((end, nbytes, _MESSAGES, i))
             elif op in (PARK_SAVED, LOAD_SAVED):
                 nbytes = self._park(action, sizes[mb])
-                add((start, nbytes, _PARKED if op == PARK_SAVED else _SAVED, i))
-                add((end, -nbytes, _SAVED if op == PARK_SAVED else _PARKED, i))
+                if op == PARK_SAVED:
+                    add((start, nbytes, _PARKED, i))
+                    add((away.get(i, end), -nbytes, _SAVED, i))
+                    going.append([away.get(i, end), nbytes])
+                else:  # where others before it may not have gone yet, it has not come either
+                    add((end, -nbytes, _PARKED, i))
+                    for other in going:
+                        part = min(nbytes, other[1]) if other[0] > start else 0
+                        if part:
+                            add((other[0], part, _SAVED, i))
+                            other[1] -= part
+                            nbytes -= part
+                    add((start, nbytes, _SAVED, i))
+                    going = [other for other in going if other[1]]
             elif op == AHEAD:
                 # One block after another: what is made and, inside a block, what a forward needs at a time.
                 work = max(saved + work for b in range(action.lo, action.hi) for saved, work, _ in (
