@@ -15,6 +15,7 @@ a virtual machine's does), a probe beside the profile and beside every plan tell
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import multiprocessing
@@ -42,21 +43,26 @@ from mixfleet.trace import Span, Trace, compare
 from mixfleet.units import MB, GiB, MiB, show_seconds
 
 CHOSEN = "chosen by mixfleet"
-WINDOW_S, STEPS = 2.0, (2, 12)
+WINDOW_S, STEPS = 2.5, (1, 12)
 """A plan runs for this long, but so many steps."""
 READY_S = 300
 CALM, TRIES = 0.15, 2
 """Part of the machine that others may use while a contender runs, the kernel's own work among it; and runs at most."""
-PROBES, PROBE_SAMPLES = 6, 2
+BUDGET_S = 1100
+"""For all clusters: one that is behind its part of it repeats nothing."""
+PROBES, PROBE_SAMPLES = 4, 1
+MICRO = 4
+"""Micro-batch of the plans that split an even part of the batch."""
 INNER = Link(name="loopback", latency_s=60e-6, bandwidth_Bps=1e9)
 
 
 # --- what is run ---------------------------------------------------------------------------------------------------
 
 def job() -> Job:
-    """2.9 million parameters: the gradients of a step take about as long on 100 Mb/s as the step takes to compute."""
-    return Job(name="gpt-3m", model=build({"layers": 6, "hidden": 192, "heads": 4, "vocab": 512, "max_seq_len": 128}),
-               seq_len=128, global_batch=16, precision="fp32", attention="fused", optimizer=Optimizer(lr=1e-3))
+    """0.8 million parameters and 12,288 tokens a step: as in real training, a step computes for several times as long
+    as its gradients are on their way."""
+    return Job(name="gpt-0.8m", model=build({"layers": 3, "hidden": 128, "heads": 4, "vocab": 512, "max_seq_len": 256}),
+               seq_len=256, global_batch=48, precision="fp32", attention="fused", optimizer=Optimizer(lr=1e-3))
 
 
 def _device(share: float, memory_bytes: int = GiB) -> Device:
@@ -81,7 +87,7 @@ def shapes() -> dict[str, Cluster]:
         "one slow": Cluster(name="one slow", nodes=_nodes(
             200, [mid], [mid], [mid], [_device(0.08)])),
         "small memory": Cluster(name="small memory", nodes=_nodes(
-            200, [mid], [mid], [mid], [_device(0.25, 72 * MiB)])),
+            200, [mid], [mid], [mid], [_device(0.25, 166 * MiB)])),
         "slow link": Cluster(name="slow link", nodes=_nodes(80, [mid, mid], [mid, mid])),
         "two regions": Cluster(name="two regions", nodes=_nodes(400, [mid], [mid], [mid], [mid], zones="aabb"),
                                zone_uplink=Link(name="wan", latency_s=1e-3, bandwidth_Bps=60 * MB / 8)),
@@ -125,22 +131,24 @@ def plans(work: Job, cluster: Cluster) -> dict[str, Plan]:
     n, blocks, batch = len(cluster.devices), len(work.model.blocks), work.global_batch
     shares = [d.share for d in cluster.devices]
     even, fair = [batch // n] * n, _split(batch, shares)
-    front = [3, 2, 2, blocks - 7]
+    front = [2, 1, 1, blocks - 4]
     found = {
         "even data parallel": _data(even, even, blocks),
         "uneven data parallel": _data(fair, fair, blocks),
         "ZeRO-3": _data(even, even, blocks, n),
-        "ZeRO-3, micro-batch 2": _data(even, [2] * n, blocks, n),
+        f"ZeRO-3, micro-batch {MICRO}": _data(even, [MICRO] * n, blocks, n),
         **({"ZeRO-3, gathers in stages": _data(even, even, blocks, n, hierarchical=2)} if _pairs(cluster) else {}),
-        "groups of 2, micro-batch 2": _data(even, [2] * n, blocks, 2),
+        f"groups of 2, micro-batch {MICRO}": _data(even, [MICRO] * n, blocks, 2),
         "groups of 2": _data(even, even, blocks, 2),
         "uneven groups of 2": _data(fair, fair, blocks, 2),
-        "pipeline, even": Plan(pipelines=(_pipe(range(n), front, batch, 2),)),
-        "pipeline, by speed": Plan(pipelines=(_pipe(range(n), _split(blocks, shares), batch, 2),)),
+        "pipeline, even": Plan(pipelines=(_pipe(range(n), front, batch, MICRO),)),
+        "pipeline, by speed": Plan(pipelines=(_pipe(range(n), _split(blocks, shares), batch, MICRO),)),
         "2 pipelines, neighbours": Plan(pipelines=(
-            _pipe((0, 1), _split(blocks, shares[:2]), 8, 2), _pipe((2, 3), _split(blocks, shares[2:]), 8, 2))),
+            _pipe((0, 1), _split(blocks, shares[:2]), batch // 2, MICRO),
+            _pipe((2, 3), _split(blocks, shares[2:]), batch // 2, MICRO))),
         "2 pipelines, far apart": Plan(pipelines=(
-            _pipe((0, 2), _split(blocks, shares[::2]), 8, 2), _pipe((1, 3), _split(blocks, shares[1::2]), 8, 2))),
+            _pipe((0, 2), _split(blocks, shares[::2]), batch // 2, MICRO),
+            _pipe((1, 3), _split(blocks, shares[1::2]), batch // 2, MICRO))),
     }
     return {label: plan for i, (label, plan) in enumerate(found.items()) if plan not in list(found.values())[:i]}
 
@@ -279,6 +287,7 @@ def _serve(rank: int, enter: Any, pipe: Any) -> None:
     while (order := pipe.recv()) is not None:
         try:
             pipe.send(probe_s() if order == "probe" else _carry_out(order, rank, mark))
+            gc.collect()  # each process group that is still there wakes 100 times a second to look for messages
         except BaseException as error:
             pipe.send(f"{type(error).__name__}: {error}")
             raise
@@ -357,11 +366,11 @@ class Pool:
         return Measured(outcomes, {n: counts[1][n]["tx_bytes"] - counts[0][n]["tx_bytes"] for n in counts[0]},
                         max(0.0, busy - mine) / max(total, 1))
 
-    def probe_s(self) -> float:
-        """What `probe_s` finds at all seats at the same time, in the mean."""
+    def probe_s(self) -> list[float]:
+        """What `probe_s` finds at each seat, at all at the same time."""
         for pipe in self._pipes:
             pipe.send("probe")
-        return fmean(self._all(None))
+        return self._all(None)
 
     def close(self) -> None:
         for pipe in self._pipes:
@@ -394,14 +403,14 @@ class Row(NamedTuple):
     """What is predicted without that."""
     others: float = 0.0
     cpu_s: tuple[float, ...] = ()
-    """CPU seconds per step of each rank of the plan."""
+    """CPU seconds per step of each rank."""
 
 
 def measure(name: str, cluster: Cluster, *, quick: bool, traced: int = 0, labels: Sequence[str] = (),
-            known: Collection[str] = (), out: Path | None = None) -> Iterator[Row]:
+            known: Collection[str] = (), out: Path | None = None, until: float = math.inf) -> Iterator[Row]:
     """All plans and peers on one cluster, each as soon as it is measured; with so many `traced` steps, plans are also
     compared by category, and `out` gets a folder for each. `labels` are those of the contenders that take part, if not
-    all do, less those `known`."""
+    all do, less those `known`. Nothing is repeated once the clock (`time.monotonic`) is past `until`."""
     from mixfleet.search import find
     from mixfleet.sim import predict
     from mixfleet.testbed import Testbed
@@ -412,10 +421,10 @@ def measure(name: str, cluster: Cluster, *, quick: bool, traced: int = 0, labels
     wanted = set(labels or (*contenders, *_peers(cluster))) - set(known)
     if not wanted:
         return
-    with Testbed.up(cluster) as bed, _Contest(bed) as contest:
+    with Testbed.up(cluster) as bed, _Contest(bed, until) as contest:
         first_s = contest.pool.probe_s()
-        real = profile(bed, cluster, work, micro_batches=(1, 2, 4, 8))
-        usual_s = (first_s + contest.pool.probe_s()) / 2
+        real = profile(bed, cluster, work, micro_batches=(1, MICRO, work.global_batch // len(cluster.devices)))
+        usual_s = [(a + b) / 2 for a, b in zip(first_s, contest.pool.probe_s())]
         result = find(work, real, top=1)
         contenders[CHOSEN] = result.best.plan if result.best else None
         ideal_s = work.global_batch / result.upper_samples_per_s
@@ -470,14 +479,16 @@ def at_speed(cluster: Cluster, ratio: float) -> Cluster:
 class _Contest:
     """Contenders one after the other; after one that fails, the processes are made anew."""
 
-    def __init__(self, bed: Any) -> None:
-        self.bed, self.pool = bed, Pool(bed)
+    def __init__(self, bed: Any, until: float) -> None:
+        self.bed, self.until, self.pool = bed, until, Pool(bed)
 
     def run(self, order: Order) -> Measured | str:
-        """Measured again, up to twice, while others disturb; the least disturbed counts. Or why it failed."""
+        """Measured again, once, where others disturbed and there is time; the least disturbed counts. Or why it
+        failed."""
         try:
             found: list[Measured] = []
-            while not found or (len(found) < TRIES and min(m.others for m in found) > CALM):
+            while not found or (len(found) < TRIES and min(m.others for m in found) > CALM
+                                and time.monotonic() < self.until):
                 found.append(self.pool.run(order._replace(
                     rendezvous=self.bed.rendezvous(order.plan.ranks if order.plan else ()))))
             return min(found, key=lambda m: m.others)
@@ -502,13 +513,20 @@ def _steps(seconds: float, quick: bool) -> int:
     return max(STEPS[0], min(STEPS[1], math.ceil((WINDOW_S / 2 if quick else WINDOW_S) / seconds)))
 
 
-def _row(cluster: str, order: Order, found: Measured, usual_s: float, plain_s: float, ideal_s: float) -> Row:
-    """`plain_s` is what is predicted from the profile as it is, `usual_s` what the probe took beside it."""
+def drift(outcomes: Sequence[Outcome | None], usual_s: Sequence[float]) -> float:
+    """How much longer the probe took at the seats that took part than at the same ones beside the profile: a slow
+    seat's caches are colder, so seats are not compared with others."""
+    pairs = [(o.probe_s, usual) for o, usual in zip(outcomes, usual_s, strict=True) if o]
+    return fmean(probe for probe, _ in pairs) / fmean(usual for _, usual in pairs)
+
+
+def _row(cluster: str, order: Order, found: Measured, usual_s: Sequence[float], plain_s: float, ideal_s: float) -> Row:
+    """`plain_s` is what is predicted from the profile as it is, `usual_s` what the probe took beside it, by rank."""
     from mixfleet.sim import predict
 
     plan, steps, outcomes, wire = order.plan, order.steps, found.outcomes, found.wire
     assert plan is not None
-    speed = fmean(o.probe_s for o in outcomes if o) / usual_s
+    speed = drift(outcomes, usual_s)
     real = at_speed(order.cluster, speed)
     prediction = predict(plan, order.work, real, sent=True, trace=bool(order.traced))
     exact, payload = True, Counter[str]()
@@ -536,7 +554,7 @@ def _row(cluster: str, order: Order, found: Measured, usual_s: float, plain_s: f
               if (rank < 2) != (dst < 2))
     return Row(cluster, order.name, prediction.step_s, max(o.step_s for o in outcomes if o), exact,
                sum(wire.values()) / total if total else None, max(ideal_s * speed, link_s), far_bytes=far / steps,
-               cpu_s=tuple(o.cpu_s for o in outcomes if o),
+               cpu_s=tuple(o.cpu_s if o else 0.0 for o in outcomes),
                speed=speed, plain_s=plain_s, others=found.others,
                parts=_parts(prediction.trace, [o for o in outcomes if o]) if prediction.trace else ())
 
@@ -552,14 +570,14 @@ def _parts(predicted: Trace, outcomes: Sequence[Outcome]) -> tuple[tuple[int, st
     return tuple(tuple(row) for row in compare(predicted, _traced(outcomes)).rows)  # type: ignore[misc]
 
 
-def _keep(folder: Path, order: Order, found: Measured, usual_s: float) -> None:
+def _keep(folder: Path, order: Order, found: Measured, usual_s: Sequence[float]) -> None:
     """What `mixfleet predict` and `compare` read: plan, job, cluster as fast as it was meanwhile, recorded steps."""
     folder.mkdir(parents=True, exist_ok=True)
     outcomes = [o for o in found.outcomes if o]
     assert order.plan is not None
     order.plan.save(folder / "plan.yaml")
     order.work.save(folder / "job.yaml")
-    at_speed(order.cluster, fmean(o.probe_s for o in outcomes) / usual_s).save(folder / "cluster.yaml")
+    at_speed(order.cluster, drift(found.outcomes, usual_s)).save(folder / "cluster.yaml")
     write_trace(_traced(outcomes), folder / "measured.json")
 
 
@@ -585,12 +603,12 @@ def gains(rows: Sequence[Row]) -> list[Gain]:
     """
     found = []
     work = job()
-    k, p, steps = 2, 4, work.global_batch // 4 // 2
+    k, p, steps = 2, 4, work.global_batch // 4 // MICRO
     r = p // k
     hop_2, exchange = k * 2 * (r - 1) / r / k, k * (p - k) / p  # in M, out of a node
     groups = hop_2 / (3 * steps * exchange)
     for name, against, ratio in (("ZeRO-3, gathers in stages", "ZeRO-3", 1 / k),
-                                 ("groups of 2, micro-batch 2", "ZeRO-3, micro-batch 2", groups)):
+                                 (f"groups of 2, micro-batch {MICRO}", f"ZeRO-3, micro-batch {MICRO}", groups)):
         for cluster in dict.fromkeys(r.cluster for r in rows):
             here = {r.name: r for r in rows if r.cluster == cluster}
             a, b = here.get(name), here.get(against)
@@ -642,7 +660,7 @@ def summaries(rows: Sequence[Row]) -> list[Summary]:
 
 
 def busy(row: Row) -> list[float]:
-    """Per rank of its plan, the part of its quota that it used; none where that is not known."""
+    """Per rank, the part of its quota that it used; none where that is not known."""
     shares = [d.share for d in shapes()[row.cluster].devices]
     return [cpu_s / share / row.measured_s for cpu_s, share in zip(row.cpu_s, shares)
             ] if row.measured_s and len(row.cpu_s) == len(shares) else []
@@ -756,10 +774,11 @@ def run(*, quick: bool, only: Sequence[str] = (), traced: int = 0, labels: Seque
     """Rows of all clusters, less those of the (cluster, contender) that are `known`."""
     if quick and not only:
         only = ("one slow", "slow link")
-    for name, cluster in shapes().items():
-        if not only or name in only:
-            yield from measure(name, cluster, quick=quick, traced=traced, labels=labels,
-                               known={label for where, label in known if where == name}, out=out)
+    start, wanted = time.monotonic(), [name for name in shapes() if not only or name in only]
+    for i, name in enumerate(wanted, 1):
+        yield from measure(name, shapes()[name], quick=quick, traced=traced, labels=labels,
+                           known={label for where, label in known if where == name}, out=out,
+                           until=start + BUDGET_S * i / len(shapes()))
 
 
 def merged(rows: Sequence[Row], earlier: Sequence[Row]) -> list[Row]:

@@ -187,6 +187,16 @@ def test_a_slower_machine_takes_longer_to_compute_and_as_long_to_send():
     assert sending_s > 10 * alone
 
 
+def test_a_seats_probe_is_compared_with_its_own():
+    def seen(probe_s):
+        return bench.Outcome(1.0, {}, 0.1, probe_s)
+
+    assert bench.drift([seen(11.), seen(13.), seen(34.)], [10., 12., 30.]) == pytest.approx(58 / 52)
+    assert bench.drift([seen(11.), None, seen(34.)], [10., 12., 30.]) == pytest.approx(45 / 40)
+    assert bench.drift([seen(11.), seen(13.), None], [10., 12., 30.]) == pytest.approx(24 / 22), \
+        "a slow seat that takes no part says nothing"
+
+
 def row(cluster, name, predicted, measured, **more):
     return bench.Row(cluster, name, predicted, measured, True, 1.0, .5 * measured, **more)
 

@@ -14,8 +14,8 @@ from statistics import fmean
 from time import perf_counter, process_time
 from typing import TYPE_CHECKING, Any, Literal
 
-from mixfleet.calibrate.links import exchange, loopback_of, meetings, messages, turns_s
-from mixfleet.calibrate.pinned import Cores, run_pinned
+from mixfleet.calibrate.links import exchange, latency_s, loopback_of, meetings, messages, small_exchange, turns_s
+from mixfleet.calibrate.pinned import Cores, ready, run_pinned
 from mixfleet.cluster import BlockTime, Cluster, Device, Link
 from mixfleet.cluster_file import LOOPBACK
 from mixfleet.cost.kernels import block_cost, efficiency, fused_attention, optimizer_s
@@ -89,15 +89,17 @@ def best_s(work: Callable[[], Any], window_s: float = _WINDOW_S, before: Callabl
 
 def profile_job(job: Job, cluster: Cluster, *, micro_batches: Sequence[int] = (), links: bool = True,
                 enter: Callable[[int], None] | None = None, environment: Mapping[str, str] | None = None,
-                loaded: Callable[[], None] | None = None, note: Callable[[str], None] = lambda _: None) -> Cluster:
+                loaded: Callable[[], None] | None = None, late: Callable[[float], Cluster] | None = None,
+                note: Callable[[str], None] = lambda _: None) -> Cluster:
     """`cluster`, which must be this one machine, with what the job's blocks really take on each of its devices.
 
     All devices work at the same time, and blocks run as in training: forwards one after another, then backwards, with
     activations held between. Every kind is measured for a few micro-batches, without tensor parallelism; for shapes
     that were not measured, the efficiencies are scaled to agree. The optimizer and the link between the processes
     (unless `links` is off) are measured too. With `enter` (and `environment`, `loaded`: see `run_pinned`) the
-    processes of several nodes are taken where they belong; links between nodes are those of the cluster then. Where
-    other programs took a part of the cores meanwhile, times are what the ranks' CPU time says, and `note` is told.
+    processes of several nodes are taken where they belong; links between nodes are those of the cluster then, or of
+    what `late` makes of the seconds that a small message takes between them before `loaded` is called. Where other
+    programs took a part of the cores meanwhile, times are what the ranks' CPU time says, and `note` is told.
     Raises InputError for a job that cannot be trained here and MeasurementError if a process dies.
     """
     if len(cluster.nodes) > 1 and not enter:
@@ -109,6 +111,8 @@ def profile_job(job: Job, cluster: Cluster, *, micro_batches: Sequence[int] = ()
                            {"job_path": f"{folder}/job.yaml", "micro_batches": sizes, "links": links,
                             "kinds": [d.kind for d in cluster.devices],
                             "shares": [d.share for d in cluster.devices],
+                            "apart": [ranks[0] for ranks in cluster.ranks_of_node] if late else [],
+                            "rehearse": loaded is not None,
                             "fused": [fused_attention(d, job) for d in cluster.devices]}, timeout_s=1800,
                            enter=enter, environment=environment, loaded=loaded)
     worst = max(found, key=lambda times: times["foreign"])
@@ -122,6 +126,10 @@ def profile_job(job: Job, cluster: Cluster, *, micro_batches: Sequence[int] = ()
         alike[_without_cores(device)].append(times)
     devices = iter([_measured(d, alike[_without_cores(d)], job) for d in cluster.devices])
     nodes = tuple(node.replace(devices=tuple(next(devices) for _ in node.devices)) for node in cluster.nodes)
+    if late and len(nodes) > 1:
+        there = late(latency_s([found[ranks[0]]["small"] for ranks in cluster.ranks_of_node]) / 2)
+        cluster = there
+        nodes = tuple(node.replace(devices=mine.devices) for node, mine in zip(there.nodes, nodes))
     if links and len(nodes) == 1 and len(cluster.devices) > 1 and all(d.kind == "cpu" for d in cluster.devices):
         link = loopback_of([f["exchange"] for f in found])
         nodes = (nodes[0].replace(link=link, nic=link.replace(name="nic")),)
@@ -164,13 +172,15 @@ def _digits(value: float) -> float:
 
 
 def job_times(job_path: str, micro_batches: list[int], kinds: list[str], shares: list[float], fused: list[bool],
-              links: bool = True) -> dict[str, Any]:
+              links: bool = True, apart: Sequence[int] = (), rehearse: bool = False) -> dict[str, Any]:
     """Seconds of forward and backward per block kind and micro-batch, and of an optimizer step; the largest part of
     its share of a core that others took; between CPU processes also what `messages`, `meetings` and (with `links`)
-    `exchange` return."""
+    `exchange` return, and what `small_exchange` does of the ranks `apart`. With `rehearse`, all is done once before the
+    process says that it is ready."""
     import torch
     import torch.distributed as dist
 
+    import mixfleet.run.optim  # what is loaded here does not count against a quota
     from mixfleet.run.modules import build_blocks
 
     job, rank = Job.load(job_path), dist.get_rank()
@@ -183,7 +193,14 @@ def job_times(job_path: str, micro_batches: list[int], kinds: list[str], shares:
     chain = sorted(i for indices in of_kind.values() for i in indices)
     attention: Literal["fused", "eager"] = "fused" if fused[rank] else "eager"
     modules = [build_blocks(job.model, [i], device=device, dtype=dtype, attention=attention)[0] for i in chain]
-    clock = _Clock(device, shares[rank])
+    assert mixfleet.run.optim
+    small = small_exchange(apart) if len(apart) > 1 else []
+    if rehearse:
+        for size in micro_batches:
+            _chain_times(job, chain, modules, size, _Rehearsal(device, 1.0), dtype)
+        dist.barrier()
+    ready()
+    clock = _Clock(device, shares[rank], warm=rehearse)
     rows = []
     for size in micro_batches:
         times = dict(zip(chain, _chain_times(job, chain, modules, size, clock, dtype)))
@@ -192,7 +209,7 @@ def job_times(job_path: str, micro_batches: list[int], kinds: list[str], shares:
         if _slowest(sum(f + b for f, b in times.values())) > _TOO_SLOW_S:
             break
     talk = len(kinds) > 1 and set(kinds) == {"cpu"}
-    return {"blocks": rows, "optimizer": _optimizer_s(job, clock), "foreign": clock.foreign,
+    return {"blocks": rows, "optimizer": _optimizer_s(job, clock), "foreign": clock.foreign, "small": small,
             "messages": messages() if talk else {}, "meetings": meetings() if talk else {},
             "exchange": exchange() if links and len(kinds) > 1 else []}
 
@@ -240,15 +257,17 @@ def _optimizer_s(job: Job, clock: _Clock) -> float:
 class _Clock:
     """Times work on a device of which the process may use a share; remembers how much of it others took."""
 
-    def __init__(self, device: Any, share: float) -> None:
+    def __init__(self, device: Any, share: float, *, warm: bool = False) -> None:
         self.device, self.share, self.foreign = device, share, 0.0
+        self.warm = warm
+        """Whether all parts have run before."""
 
     def alternating(self, parts: Sequence[Callable[[], Any]], window_s: float = _WINDOW_S) -> list[float]:
         """Mean seconds of each part, run in turn for as long as the window lasts on every rank at once."""
         import torch
         import torch.distributed as dist
 
-        for part in parts:
+        for part in () if self.warm else parts:
             part()
         totals = [0.0] * len(parts)
         dist.barrier()
@@ -266,6 +285,15 @@ class _Clock:
             taken = 0.0
         self.foreign = max(self.foreign, taken)
         return [total / rounds * (1 - taken if taken > _FOREIGN else 1) for total in totals]
+
+
+class _Rehearsal(_Clock):
+    """Runs everything once."""
+
+    def alternating(self, parts: Sequence[Callable[[], Any]], window_s: float = _WINDOW_S) -> list[float]:
+        for part in parts:
+            part()
+        return [0.0] * len(parts)
 
 
 def foreign_part(cpu_s: float, wall_s: float, share: float) -> float:

@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from statistics import fmean, median, quantiles
-from time import perf_counter, process_time
+from time import clock_gettime, perf_counter, process_time, pthread_getcpuclockid
 
 from mixfleet.catalog.efficiency import COLLECTIVE_S, MESSAGE_CPU_S
 from mixfleet.cluster import Device, Link
 
 _SMALL, _LARGE = 4, 8 * 2**20
 _ROUNDS = 24
-_CPU_SIZES, _CPU_ROUNDS = (4, 2**20), (32, 12)
+_CPU_SIZES, _CPU_ROUNDS = (4, 2**18), (32, 16)
 """Bytes per message and rounds of `messages`."""
 _MOST_PARTNERS, _MEETINGS, _MEETING_BYTES = 3, 12, 2**18
 """Of `meetings`: partners per rank, times that each is met, and bytes per message: as many as training sends, since
@@ -63,22 +63,26 @@ def exchange() -> list[list[float]]:
 
 def messages() -> dict[str, float]:
     """CPU seconds of this process, all its threads together: per message sent or received, per byte of it, and per byte
-    added up. Messages are driven by a thread of their own, as in training."""
+    added up.
+
+    As in training, messages are driven by a thread of their own, and another one computes meanwhile: a message that is
+    alone finds its code and data in the caches. What that thread takes does not count.
+    """
     import torch
     import torch.distributed as dist
 
     peers = dist.get_world_size() - 1
     found = []
-    with ThreadPoolExecutor(1) as thread:
+    with ThreadPoolExecutor(1) as thread, _computing() as others_s:
         for nbytes, rounds in zip(_CPU_SIZES, _CPU_ROUNDS):
             swap = _swap(nbytes, [p for p in range(peers + 1) if p != dist.get_rank()])
             thread.submit(swap).result()
             dist.barrier()
             taken = []
             for _ in range(rounds):
-                start = process_time()
+                start = process_time() - others_s()
                 thread.submit(swap).result()
-                taken.append(process_time() - start)
+                taken.append(process_time() - others_s() - start)
             # The median: beside a slow peer messages go in more pieces, and only the luckiest round has none of that.
             found.append(median(taken) / (2 * peers))
             dist.barrier()
@@ -87,7 +91,7 @@ def messages() -> dict[str, float]:
     for _ in range(_ROUNDS):
         torch._foreach_add_([total], [term])
     sum_s = (process_time() - start) / _ROUNDS / term.nbytes
-    return {"message_cpu_s": _digits(found[0]), "sum_cpu_s": _digits(sum_s),
+    return {"message_cpu_s": _digits(max(found[0], 1e-6)), "sum_cpu_s": _digits(sum_s),
             "byte_cpu_s": _digits(max(found[1] - found[0], 0.0) / (_CPU_SIZES[1] - _CPU_SIZES[0]))}
 
 
@@ -108,8 +112,8 @@ def meetings() -> dict[str, tuple[float, float]]:
 
 
 @contextmanager
-def _computing() -> Iterator[None]:
-    """Another thread computes, as training does while messages are under way."""
+def _computing() -> Iterator[Callable[[], float]]:
+    """Another thread computes, as training does while messages are under way. The value tells its CPU seconds."""
     import torch
 
     over = threading.Event()
@@ -122,8 +126,10 @@ def _computing() -> Iterator[None]:
 
     thread = threading.Thread(target=compute)
     thread.start()
+    assert thread.ident is not None
+    clock = pthread_getcpuclockid(thread.ident)
     try:
-        yield
+        yield lambda: clock_gettime(clock)
     finally:
         over.set()
         thread.join()
@@ -183,15 +189,16 @@ def _swap(nbytes: int, peers: Sequence[int]) -> Callable[[], None]:
     return swap
 
 
-def small_exchange() -> list[float]:
-    """Seconds of the rounds of 4 bytes alone."""
-    return _rounds_s(_SMALL)
+def small_exchange(ranks: Sequence[int]) -> list[float]:
+    """Seconds of the rounds of 4 bytes alone, which only these ranks exchange; all call it."""
+    return _rounds_s(_SMALL, ranks)
 
 
-def _rounds_s(nbytes: int) -> list[float]:
+def _rounds_s(nbytes: int, ranks: Sequence[int] = ()) -> list[float]:
     import torch.distributed as dist
 
-    swap = _swap(nbytes, [p for p in range(dist.get_world_size()) if p != dist.get_rank()])
+    rank, meet = dist.get_rank(), ranks or range(dist.get_world_size())
+    swap = _swap(nbytes, [p for p in meet if p != rank] if rank in meet else [])
     seconds = []
     for _ in range(_ROUNDS):
         dist.barrier()

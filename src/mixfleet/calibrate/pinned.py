@@ -22,6 +22,8 @@ from typing import Any
 from mixfleet.errors import InputError
 
 Cores = tuple[int, ...]
+_READY = "MIXFLEET_READY"
+"""Files of a process that is to say when it is ready: the one that it makes, and the one that it waits for."""
 
 
 class MeasurementError(InputError):
@@ -34,8 +36,8 @@ def run_pinned(task: str, cores: Sequence[Cores], arguments: dict[str, Any], *, 
     """Call the function named `module:function` with `arguments` once per entry of `cores`, all at the same time.
 
     An empty entry does not pin. `enter` is called first in every process with its number, to take it where it
-    belongs; `environment` is added to each one's; `loaded` is called when all have loaded their programs, before any
-    goes on. Returns what each call returned (it must be JSON). Raises MeasurementError, and InputError without torch.
+    belongs; `environment` is added to each one's; `loaded` is called when all have called `ready`, before any goes on.
+    Returns what each call returned (it must be JSON). Raises MeasurementError, and InputError without torch.
     """
     if not find_spec("torch"):
         raise InputError("measuring needs torch: pip install 'mixfleet[run]'")
@@ -88,6 +90,15 @@ def available_cores() -> Cores:
     return tuple(range(os.cpu_count() or 1))
 
 
+def ready() -> None:
+    """Called by a task that has loaded its programs: goes on when all have, and `loaded` of `run_pinned` was called."""
+    if _READY in os.environ:
+        mine, go = map(Path, json.loads(os.environ[_READY]))
+        mine.touch()
+        while not go.exists():
+            sleep(0.01)
+
+
 def _main(path: str) -> None:
     order = json.loads(Path(path).read_text())
     if order["cores"] and hasattr(os, "sched_setaffinity"):
@@ -106,9 +117,7 @@ def _main(path: str) -> None:
     module, _, name = order["task"].partition(":")
     function: Callable[..., Any] = getattr(import_module(module), name)
     if order["go"]:
-        Path(f"{order['result']}.loaded").touch()
-        while not Path(order["go"]).exists():
-            sleep(0.01)
+        os.environ[_READY] = json.dumps([f"{order['result']}.loaded", order["go"]])
     result = function(**order["arguments"])
     dist.barrier()
     Path(order["result"]).write_text(json.dumps(result))
