@@ -1,11 +1,13 @@
-"""How long a prediction and a search take, and how much memory; each in a fresh process."""
+"""How long predictions, of plans and of kernels, and searches take, and how much memory; each in a fresh process."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 from benchmarks import Figure
 
@@ -49,16 +51,47 @@ taken = time.perf_counter() - start
 assert sum(o.samples for row in found.chosen for o in row) == 4096
 print(json.dumps({"s": taken}))
 """
+KERNELS = """
+import json, statistics, time
+import numpy as np
+from mixfleet.cluster import device_named
+from mixfleet.cost.query import predict
+device, rows, random = device_named("H100-SXM"), 100_000, np.random.default_rng(0)
+def sizes(least, most):
+    return np.rint(2 ** random.uniform(np.log2(least), np.log2(most), rows))
+def attention():
+    length, heads = sizes(128, 16384), 2.0 ** random.integers(2, 7, rows)
+    return {"batch": sizes(1, 32), "q_len": length, "kv_len": length, "heads": heads, "kv_heads": np.minimum(heads, 8)}
+questions = {
+    "GEMM": ("gemm", lambda: {"m": sizes(16, 16384), "n": sizes(64, 16384), "k": sizes(64, 16384)}),
+    "attention": ("attention", attention),
+    "elementwise": ("stream", lambda: {"rows": sizes(128, 65536), "cols": sizes(128, 16384), "n_in": 2, "op": "add"}),
+}
+def timed(kind, columns):
+    start = time.process_time()
+    predict(kind, columns, device)
+    return time.process_time() - start
+found = {}
+for name, (kind, draw) in questions.items():
+    timed(kind, {k: v[:10] if np.ndim(v) else v for k, v in draw().items()})
+    draws = [draw() for _ in range(5)]
+    found[name] = [rows / statistics.median([timed(kind, columns) for columns in draws]) for _ in range(2)]
+found["all three in turn"] = [len(found) / sum(1 / row[i] for row in found.values()) for i in (0, 1)]
+print(json.dumps(found))
+"""
+KERNELS_PER_S, REPEATED_PER_S = 100_000, 1_000_000
 SEARCHES = (("llama-3-8b", "mixed-lab", 15), ("llama-3-8b", "p4d-64", 30))
 """Job, cluster, seconds allowed."""
 PREDICT_LIMIT_S, ALLOCATE_LIMIT_S = 0.2, 1.0
 MEMORY_LIMIT_BYTES = 10**9
 
 
-def _run(code: str) -> dict[str, float]:
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    found: dict[str, float] = json.loads(done.stdout)
-    return found
+def _run(code: str) -> Any:
+    """What a fresh process prints as JSON; its numerical libraries have one thread."""
+    alone = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "NUMBA")}
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True,
+                          env=os.environ | alone)
+    return json.loads(done.stdout)
 
 
 def figures() -> Iterator[Figure]:
@@ -66,6 +99,10 @@ def figures() -> Iterator[Figure]:
     yield Figure(f"predict one plan of Llama-3-70B on {found['devices']} GPUs, first / again",
                  f"{found['first_s']:.3f} s / {found['again_s']:.3f} s", f"{PREDICT_LIMIT_S} s",
                  found["first_s"] <= PREDICT_LIMIT_S)
+    for kind, (first, again) in _run(KERNELS).items():
+        yield Figure(f"kernel predictions per second on one core, {kind}, first / asked again",
+                     f"{first:,.0f} / {again:,.0f}", f"{KERNELS_PER_S:,} / {REPEATED_PER_S:,}",
+                     first >= KERNELS_PER_S and again >= REPEATED_PER_S)
     seconds = _run(ALLOCATE)["s"]
     yield Figure("share 4,096 samples and the state among 64 devices of four kinds, exactly", f"{seconds:.2f} s",
                  f"{ALLOCATE_LIMIT_S:g} s", seconds <= ALLOCATE_LIMIT_S)

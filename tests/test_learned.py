@@ -282,3 +282,20 @@ def test_tf32_takes_what_16_bits_take_with_an_inner_dimension_twice_as_long():
     assert mixed.time_s[:2] == pytest.approx([tf32.time_s[0], alone.time_s[1]])
     with pytest.raises(InputError, match="no tf32 units"):
         query.gemm(m, n, k, device_named("V100-SXM2-32GB"), dtype="tf32")
+
+
+def test_a_large_question_asked_again_has_the_same_answer_whatever_became_of_the_first_one():
+    m = np.arange(64.0, 64.0 + query.LARGE)
+    first = query.gemm(m, 1024, 512, H100)
+    time_s, high_s = first.time_s.copy(), first.high_s.copy()
+    first.time_s[:] = 0
+    assert (query.gemm(m, 1024, 512, H100).time_s == time_s).all()
+    few = query.gemm(m[:40], 1024, 512, H100)
+    assert few.time_s == pytest.approx(time_s[:40])
+    for other in (query.gemm(m, 1024, 512, A100), query.gemm(m, 1024, 256, H100), query.gemm(m + 1, 1024, 512, H100),
+                  query.gemm(m, 1024, 512, H100, dtype="fp16")):
+        assert (other.time_s != time_s).any()
+    bare = query.gemm(m, 1024, 512, H100, interval=False)
+    assert (bare.time_s == time_s).all()
+    assert (bare.low_s == time_s).all()
+    assert (bare.high_s < high_s).all()

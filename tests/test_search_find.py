@@ -10,9 +10,9 @@ import pytest
 
 from mixfleet.cluster import Cluster, Device, Link, Node
 from mixfleet.errors import InputError
-from mixfleet.job import Job
+from mixfleet.job import Job, Optimizer
 from mixfleet.model.families import build
-from mixfleet.plan import Pipeline, Plan, Stage
+from mixfleet.plan import Pipeline, Plan, Sharding, Stage, Synchronization
 from mixfleet.plan_rules import why_not
 from mixfleet.search import Limits, SearchResult, enumerate_all, find
 from mixfleet.search.bounds import bound_s, compute_bound_s, too_full, upper_samples_per_s, whole_sequences
@@ -21,8 +21,8 @@ from mixfleet.search.finder import Search
 from mixfleet.search.improve import dealt, neighbours
 from mixfleet.search.replicate import _Line, shares_of
 from mixfleet.search.space import classes_of, shapes
-from mixfleet.search.tables import Tables
-from mixfleet.search.variants import PLANNED, laid, schedules
+from mixfleet.search.tables import MODES, Tables
+from mixfleet.search.variants import PLANNED, is_deep, laid, schedules
 from mixfleet.sim import predict
 from mixfleet.units import GiB
 
@@ -519,3 +519,68 @@ def test_experts_are_shared_where_a_replica_cannot_hold_all():
     assert any("replicas share the routed experts" in line for line in found.why)
     whole = predict(best.plan.replace(expert=1, expert_shares=()), work, where)
     assert not whole.fits or whole.step_s > best.prediction.step_s
+
+
+def around(plan, work):
+    """Every plan that differs from this one in one setting: a cut by a block, the micro-batch, the recompute of one
+    stage, the schedule and its chunks, and all degrees of sharding."""
+    flat = laid(plan, "1f1b")
+    for p, pipe in enumerate(flat.pipelines):
+        def put(changed, p=p):
+            return flat.replace(pipelines=tuple(changed if q == p else other for q, other in enumerate(flat.pipelines)))
+
+        changed = [put(pipe.replace(micro_batch=m)) for m in range(1, pipe.samples + 1)]
+        for s, stage in enumerate(pipe.stages):
+            changed += [put(pipe.replace(stages=(
+                *pipe.stages[:s], stage.replace(recompute=mode), *pipe.stages[s + 1:]))) for mode in MODES]
+        for s, (a, b) in enumerate(pairwise(pipe.stages)):
+            for edge in (a.blocks[1] - 1, a.blocks[1] + 1):
+                if a.blocks[0] < edge < b.blocks[1]:
+                    changed.append(put(pipe.replace(stages=(
+                        *pipe.stages[:s], a.replace(blocks=(a.blocks[0], edge)),
+                        b.replace(blocks=(edge, b.blocks[1])), *pipe.stages[s + 2:]))))
+        for other in changed:
+            yield laid(other, plan.schedule, len(plan.pipelines[0].stages[0].chunks)) if is_deep(other) else other
+    for name in PLANNED if is_deep(plan) else ():
+        for chunks in range(1, 5):
+            yield laid(flat, name, chunks)
+    degrees = [d for d in range(1, len(plan.replicas) + 1) if len(plan.replicas) % d == 0]
+    for w, g, o in product(degrees, repeat=3):
+        if w <= g <= o:
+            yield plan.replace(sharding=Sharding(weights=w, gradients=g, optimizer=o))
+
+
+NEIGHBOURED = {
+    "two nodes behind a slow link": (job(layers=6, batch=16, hidden=1024), cluster([FAST] * 2, [FAST] * 2, nic=1e9)),
+    "four nodes of one": (job(layers=14, batch=8, hidden=1024), cluster([FAST], [FAST], [FAST], [FAST], nic=2e9)),
+    "fast beside slow": (job(layers=6, batch=24), cluster([FAST] * 4, [SLOW] * 4, nic=1e9)),
+}
+
+
+@pytest.mark.parametrize("case", NEIGHBOURED)
+def test_no_single_change_improves_what_is_found(case):
+    work, where = NEIGHBOURED[case]
+    best = find(work, where, limits=Limits(devices=1)).best
+    tried = {plan for plan in around(best.plan, work) if isinstance(plan, Plan) and why_not(plan, work, where) is None}
+    assert len(tried) > 15
+    times = sorted((p.step_s, i, plan) for i, plan in enumerate(sorted(tried, key=repr))
+                   if (p := predict(plan, work, where, sent=False)).fits)
+    assert best.prediction.step_s <= times[0][0] * 1.002, times[0][2]
+
+
+def test_virtual_workers_are_proposed_where_steps_may_be_late_and_why_says_what_for():
+    """Behind a slow link the exchange of a wave goes on beside the next one, if a worker may be one wave ahead. Where
+    updates do not add up (AdamW) there are no such workers."""
+    work = job(layers=8, batch=24, hidden=1024, seq_len=512, clip_norm=0.0, optimizer=Optimizer(name="sgd", lr=0.01))
+    where = cluster([FAST] * 2, [SLOW] * 2, [FAST] * 2, nic=3e8)
+    found, usual = (find(work, where, names=names, limits=Limits(devices=1)) for names in (("hetpipe",), ()))
+    best = found.best.plan
+    assert usual.best.plan.synchronous
+    assert (best.schedule, best.synchronization.distance) == ("hetpipe", 1)
+    assert found.best.prediction.step_s < usual.best.prediction.step_s
+    near = predict(best.replace(synchronization=Synchronization()), work, where, sent=False)
+    assert found.best.prediction.step_s < near.step_s
+    assert any(line.startswith("virtual workers, at most 1 waves ahead") for line in found.why)
+    adam = find(work.replace(optimizer=Optimizer()), where, names=("hetpipe",), limits=Limits(devices=1))
+    assert all(ranked.plan.synchronous for ranked in adam.plans)
+    assert any(line.startswith("no virtual workers (hetpipe): optimizer is adamw") for line in adam.why)

@@ -10,11 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import toy
+from mixfleet.schedule.greedy import Work, makespan, timeline
+from mixfleet.schedule.named import SCHEDULES
 from mixfleet.search.allocate import allocate, allocate_in_step, micro_batches
 from mixfleet.search.improve import neighbours
 from mixfleet.search.joint import Option, share
 from mixfleet.search.partition import partition
 from mixfleet.search.space import _partitions
+from mixfleet.search.variants import PLANNED
+from mixfleet.search.walk import walk
 from mixfleet.sim import predict
 
 
@@ -191,3 +195,34 @@ def test_the_state_decides_the_split_where_room_is_scarce():
     assert [[o.samples for o in row] for row in scarce.chosen] == [[4, 3], [2]]
     assert scarce.parts == ((2 / 28, 4 / 28), (22 / 28,))
     assert share([fast, slow], [2, 1], 9, 33) is None
+
+
+def test_a_pipeline_walked_by_hand():
+    """Forward 3 and 5, backward 7 and 11, messages 2. Stage 1 has the first micro-batch from 5 to 21 and the second
+    from then to 37; the first stage waits for its gradient until 39."""
+    rows = [[[3.0, 5.0]] * 2, [[7.0, 11.0]] * 2, [[0.0, 0.0]] * 2, [[0.0, 0.0]] * 2]
+    found = walk("1f1b", (0, 1), 2, rows, [2.0])
+    assert found.end_s == 46
+    assert found.last_s == ((39, 46), (26, 37))
+    rows[1] = [[7.0, 11.0], [7.0, 4.0]]  # a smaller last micro-batch
+    assert walk("1f1b", (0, 1), 2, rows, [2.0]).end_s == 39
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_walks_agree_with_the_timeline_of_schedules(name):
+    schedule = SCHEDULES[name]
+    for stages, count in ((2, 4), (3, 6), (4, 8)):
+        home = schedule.place(stages, schedule.rounds)
+        forward = tuple(1.0 + 0.37 * (k * k % 5) for k in range(len(home)))
+        backward = tuple(1.3 + 0.61 * (k % 3) for k in range(len(home)))
+        weight = tuple(0.4 + 0.29 * (k % 4) for k in range(len(home)))
+        hops = tuple(0.11 * (k + 1) for k in range(len(home) - 1))
+        work = Work(home, count, forward, backward, weight, hops)
+        whole = tuple(b + w for b, w in zip(backward, weight))
+        between = [h if a != b else 0.0 for h, (a, b) in zip(hops, pairwise(home))]
+        found = walk(name, home, count, [[row] * 2 for row in (forward, whole, backward, weight)], between)
+        orders = schedule.orders(home, count)
+        assert found.end_s == pytest.approx(makespan(work, orders))
+        done = timeline(work, orders)
+        for k, (start, end) in enumerate(found.last_s):
+            assert (start, end) == pytest.approx(max(t for (op, c, _), t in done.items() if c == k and op in "BW"))

@@ -243,7 +243,7 @@ def _answer(products: Sequence[_Product]) -> None:
     rows = [(batch, a, b, max(1.0, part * inner)) for batch, m, n, k, _, _, part in products
             for a, b, inner in ((m, n, k), (m, k, n), (k, n, m))]
     batch, m, n, k = (list(column) for column in zip(*rows))
-    times = query.gemm(m, n, k, device, batch=batch, dtype=dtype)
+    times = query.gemm(m, n, k, device, batch=batch, dtype=dtype, interval=False)
     seconds = np.maximum(times.time_s - times.floor_s, times.ceiling_s).reshape(-1, 3).tolist()
     if len(_PRODUCTS) > MOST_PRODUCTS:
         _PRODUCTS.clear()
@@ -277,7 +277,8 @@ def _attention_s(batch: float, q: float, kv: float, heads: float, kv_heads: floa
                  causal: bool, window: int, device: Device, dtype: str) -> float:
     times = query.predict("attention", {
         "batch": batch, "q_len": q, "kv_len": kv, "heads": heads, "kv_heads": kv_heads,
-        "head_dim": (qk_dim + v_dim) / 2, "causal": causal, "window": window, "dtype": dtype}, device)
+        "head_dim": (qk_dim + v_dim) / 2, "causal": causal, "window": window, "dtype": dtype}, device,
+        interval=False)
     return float(max(times.time_s[0] - times.floor_s[0], times.ceiling_s[0]))
 
 

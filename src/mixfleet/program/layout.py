@@ -117,9 +117,12 @@ def cut(size: int, pieces: int, index: int) -> tuple[int, int]:
 class Layout:
     """The state layout of a plan. All answers are cached; nothing is materialized that is not asked for."""
 
-    def __init__(self, plan: Plan, model: Model) -> None:
+    def __init__(self, plan: Plan, model: Model, units: tuple[Unit, ...] = ()) -> None:
+        """`units` are those of another layout of the same model."""
         self.plan = plan
         self.model = model
+        if units:
+            self.__dict__["units"] = units
         self._replicas = plan.replicas
         shard, n = plan.sharding, len(self._replicas)
         self._degree: dict[Kind, int] = {"weights": min(shard.weights, n), "gradients": min(shard.gradients, n),

@@ -127,38 +127,58 @@ def _ready(work: Work, step: Step, done: dict[Step, tuple[float, float]]) -> flo
 
 def greedy(work: Work, rule: Rule) -> Orders | None:
     """Orders by list scheduling under a rule; None if its limits leave everything waiting."""
-    chunks, last = range(len(work.home)), len(work.home) - 1
+    chunks, last, count = range(len(work.home)), len(work.home) - 1, work.micro_batches
     mine = [[k for k in chunks if work.home[k] == d] for d in range(work.devices)]
-    done: dict[Step, tuple[float, float]] = {}
+    hops = [0.0 if work.ends(k) else work.hop(k) for k in chunks]
+    starts, ends = [k in work.starts for k in chunks], [work.ends(k) for k in chunks]
+    seconds = {op: [work.seconds((op, k, 0)) for k in chunks] for op in (F, work.back, *([W] if work.weight else []))}
+    there: list[list[float | None]] = [[None] * count for _ in chunks]
+    """When forwards end, and below backwards, or their input halves."""
+    back_there: list[list[float | None]] = [[None] * count for _ in chunks]
     orders: list[list[Step]] = [[] for _ in mine]
     next_f, next_b = [0] * len(work.home), [0] * len(work.home)
     pending: list[list[Step]] = [[] for _ in mine]
     flying = [0] * len(mine)
     free = [0.0] * len(mine)
     queue = [(0.0, d) for d in range(len(mine))]
-    total = len(work.home) * work.micro_batches * (3 if work.weight else 2)
+    total = len(work.home) * count * (3 if work.weight else 2)
     made = 0
+    downward = [sorted(row, reverse=True) for row in mine]
+    onward = downward if rule.deep else mine
+
+    def forward_ready(k: int, m: int) -> float | None:
+        if starts[k]:
+            return 0.0
+        end = there[k - 1][m]
+        return None if end is None else end + hops[k - 1]
+
+    def backward_ready(k: int, m: int) -> float | None:
+        own = there[k][m]
+        if own is None or ends[k]:
+            return own
+        end = back_there[k + 1][m]
+        return None if end is None else max(own, end + hops[k])
 
     def choose(d: int, now: float) -> tuple[Step | None, float]:
         """The step to start now, or when the next one becomes ready."""
         later = float("inf")
-        if rule.room and pending[d] and flying[d] >= rule.limit[d] and next_f[mine[d][0]] < work.micro_batches:
+        if rule.room and pending[d] and flying[d] >= rule.limit[d] and next_f[mine[d][0]] < count:
             return pending[d][0], now
         back: Step | None = None
-        for k in sorted(mine[d], key=lambda k: (next_b[k] if rule.old else 0, -k)):
-            if next_b[k] < work.micro_batches:
-                ready = _ready(work, (work.back, k, next_b[k]), done)
+        for k in sorted(downward[d], key=next_b.__getitem__) if rule.old else downward[d]:
+            if next_b[k] < count:
+                ready = backward_ready(k, next_b[k])
                 if ready is not None and ready <= now:
                     back = (work.back, k, next_b[k])
                     break
                 later = min(later, ready if ready is not None else later)
         if back and not (rule.turns and orders[d] and orders[d][-1][0] != F):
             return back, now
-        for k in sorted(mine[d], key=lambda k: (next_f[k] if rule.old else 0, -k if rule.deep else k)):
+        for k in sorted(onward[d], key=next_f.__getitem__) if rule.old else onward[d]:
             # A micro-batch that is on the device already may always go on, or chunks would block each other.
             begun = k != mine[d][0]
-            if next_f[k] < work.micro_batches and (begun or flying[d] < rule.limit[d]):
-                ready = _ready(work, (F, k, next_f[k]), done)
+            if next_f[k] < count and (begun or flying[d] < rule.limit[d]):
+                ready = forward_ready(k, next_f[k])
                 if ready is not None and ready <= now:
                     return (F, k, next_f[k]), now
                 later = min(later, ready if ready is not None else later)
@@ -176,27 +196,28 @@ def greedy(work: Work, rule: Rule) -> Orders | None:
                 heappush(queue, (later, d))
             continue
         op, k, m = step
-        free[d] = now + work.seconds(step)
-        done[step] = (now, free[d])
+        free[d] = now + seconds[op][k]
         orders[d].append(step)
         made += 1
         if op == F:
+            there[k][m] = free[d]
             next_f[k] += 1
             flying[d] += 1
         elif op == W:
             pending[d].pop(0)
             flying[d] -= 1
         else:
+            back_there[k][m] = free[d]
             next_b[k] += 1
             if op == I:
                 pending[d].append((W, k, m))
             else:
                 flying[d] -= 1
         heappush(queue, (free[d], d))
-        for other in {work.home[k + 1] if op == F and k < last else d, work.home[k - 1] if op != F and k else d}:
-            if other != d:
-                hop = work.hop(k if op == F else k - 1)
-                heappush(queue, (max(free[d] + hop, free[other]), other))
+        other = work.home[k + 1] if op == F and k < last else work.home[k - 1] if op not in (F, W) and k else d
+        if other != d:
+            hop = hops[k if op == F else k - 1]
+            heappush(queue, (max(free[d] + hop, free[other]), other))
     return tuple(map(tuple, orders)) if made == total else None
 
 

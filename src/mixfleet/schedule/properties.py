@@ -51,16 +51,21 @@ def in_flight(order: tuple[Step, ...]) -> int:
     return peak
 
 
-def held_at_peak(order: tuple[Step, ...]) -> Counter[int]:
-    """Micro-batches of each chunk that a device holds when it holds most; chunks count alike."""
+def held_at_peak(order: tuple[Step, ...]) -> tuple[Counter[int], int | None]:
+    """Micro-batches of each chunk that a device holds when it holds most, chunks counted alike; and the chunk that goes
+    back next then, None if something else comes next."""
     halved = {(k, m) for op, k, m in order if op == W}
     held: Counter[int] = Counter()
     most: Counter[int] = Counter()
-    for op, k, m in order:
-        held[k] += 1 if op == F else -1 if op == W or (op == B and (k, m) not in halved) else 0
-        if held.total() > most.total():
-            most = held.copy()
-    return most
+    total = peak = 0
+    then: int | None = None
+    for (op, k, m), (later, there, _) in zip(order, (*order[1:], ("", 0, 0))):
+        change = 1 if op == F else -1 if op == W or (op == B and (k, m) not in halved) else 0
+        held[k] += change
+        total += change
+        if total > peak:
+            most, peak, then = held.copy(), total, there if later in (B, I) else None
+    return most, then
 
 
 def properties(name: str, stages: int, micro_batches: int, chunks: int = 2) -> Properties | str:

@@ -7,8 +7,8 @@ carries its transfers one after another, each as fast as if it were alone.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import pairwise
 from math import inf
 from typing import NamedTuple
@@ -24,7 +24,8 @@ from mixfleet.program.layout import Comm, Layout
 from mixfleet.schedule.named import SCHEDULES
 from mixfleet.schedule.properties import held_at_peak
 from mixfleet.search.space import micro_batch_sizes, tensor_degrees
-from mixfleet.search.tables import Sharing, Table, Tables
+from mixfleet.search.tables import MODES, Sharing, Table, Tables
+from mixfleet.search.walk import Times, walk
 from mixfleet.sim.experts import Experts
 from mixfleet.sim.memory import communicators, static
 from mixfleet.sim.traffic import Entity, exchanges, shards
@@ -197,6 +198,12 @@ def pipeline_flow(tables: Tables, plan: Plan, p: int, micro_batch: int) -> Flow:
         table = replica_table(tables, plan, p, s, micro_batch)
         forward.append(float(table.forward_s[lo, hi]))
         backward.append(table.backward_of(pipeline.stages[s], lo, hi))
+    return Flow(forward, backward, _hops(tables, pipeline, micro_batch), [c.stage for c in pipeline.chain],
+                splits=_splits(plan.schedule))
+
+
+def _hops(tables: Tables, pipeline: Pipeline, micro_batch: int) -> list[float]:
+    """Seconds between neighbours of the chain, from replica 0."""
     job = tables.job
 
     def hop(a: Chunk, b: Chunk) -> float:
@@ -205,12 +212,59 @@ def pipeline_flow(tables: Tables, plan: Plan, p: int, micro_batch: int) -> Flow:
         return hop_s(tables, here, there,
                      boundary_bytes(job.model.blocks[b.lo - 1], micro_batch, job.seq_len, 1, job))
 
-    hops = [hop(a, b) if a.stage != b.stage else 0.0 for a, b in pairwise(pipeline.chain)]
-    return Flow(forward, backward, hops, [c.stage for c in pipeline.chain], splits=_splits(plan.schedule))
+    return [hop(a, b) if a.stage != b.stage else 0.0 for a, b in pairwise(pipeline.chain)]
+
+
+def walked(tables: Tables, plan: Plan, p: int) -> Times | None:
+    """A pipeline's steps in their order, with messages, and nothing else in the way; None where they have no order of
+    their own, or another one."""
+    pipeline = plan.pipelines[p]
+    if (plan.schedule not in SCHEDULES or SCHEDULES[plan.schedule].ways > 1 or not plan.synchronous
+            or plan.accumulation != "plain" or pipeline.replicated or tables.floor):
+        return None
+    sizes, home = pipeline.micro_batches, tuple(c.stage for c in pipeline.chain)
+    rows = [[[0.0] * len(home), [0.0] * len(home)] for _ in range(4)]
+    adds = plan.sharding.gradients == 1
+    for last in (0, 1):
+        if last and sizes[-1] == sizes[0]:
+            for both in rows:
+                both[1] = both[0]
+            break
+        for k, (lo, hi, s) in enumerate(pipeline.chain):
+            table = replica_table(tables, plan, p, s, sizes[-last])
+            whole, weight = table.backward_of(pipeline.stages[s], lo, hi), float(table.weight_s[lo, hi])
+            more = float(table.adding_s[lo, hi]) if adds else 0.0
+            here = (float(table.forward_s[lo, hi]), whole + more, whole - weight, weight + more)
+            for both, seconds in zip(rows, here):
+                both[last][k] = seconds
+    hops = _hops(tables, pipeline, sizes[-1])
+    key = ("walk", plan.schedule, home, len(sizes), tuple(tuple(row) for op in rows for row in op), tuple(hops))
+    if key not in tables.walks:
+        tables.walks[key] = walk(plan.schedule, home, len(sizes), rows, hops)
+    return tables.walks[key]
 
 
 def _splits(schedule: ScheduleName) -> bool:
     return schedule not in SCHEDULES or SCHEDULES[schedule].splits
+
+
+def busy_s(tables: Tables, plan: Plan) -> float:
+    """Bound of a plan's stages under any schedule, from computing alone."""
+    worst = 0.0
+    for p, pipeline in enumerate(plan.pipelines):
+        sizes = pipeline.micro_batches
+        counts = {size: sizes.count(size) for size in (sizes[0], sizes[-1])}
+        for s, stage in enumerate(pipeline.stages):
+            worst = max(worst, sum(n * float(table.forward_s[lo, hi] + table.backward_of(stage, lo, hi))
+                                   for size, n in counts.items()
+                                   for table in (replica_table(tables, plan, p, s, size),) for lo, hi in stage.chunks))
+    return worst * SLACK
+
+
+def walked_s(tables: Tables, plan: Plan) -> float:
+    """Bound from all steps of synchronous pipelines in their order; 0 where that is not known."""
+    found = (walked(tables, plan, p) for p in range(len(plan.pipelines)))
+    return max((times.end_s for times in found if times), default=0.0) * SLACK
 
 
 def compute_bound_s(tables: Tables, plan: Plan) -> float:
@@ -277,13 +331,13 @@ def bound_s(tables: Tables, plan: Plan) -> float:
     worst = compute_bound_s(tables, plan)
     if not plan.synchronous:  # gradients and optimizer steps of one update pass while another one computes
         return worst
-    layout = Layout(plan, tables.job.model)
+    layout = Layout(plan, tables.job.model, tables.units)
     starts = {pipe: k for k, (pipe, _) in reversed(list(enumerate(plan.replicas)))}
     tails: list[float] = []
     # What state moves does not depend on micro-batches, samples, recompute or schedule.
-    known: dict[tuple[object, ...], Busy] = tables.prices.setdefault((
+    known: Known = tables.prices.setdefault((
         plan.sharding, plan.expert, plan.expert_shares, tuple([(pipe.copies, pipe.context, tuple([
-            (one.devices, one.tensor, one.chunks) for one in pipe.stages])) for pipe in plan.pipelines])), {})
+            (one.devices, one.tensor) for one in pipe.stages])) for pipe in plan.pipelines])), Known({}, {}))
     for p, pipeline in enumerate(plan.pipelines):
         if pipeline.replicated:
             for s, own in enumerate(_replicated(tables, pipeline, plan)):
@@ -295,9 +349,14 @@ def bound_s(tables: Tables, plan: Plan) -> float:
             continue
         sizes = pipeline.micro_batches
         first, last = (pipeline_flow(tables, plan, p, m) for m in (sizes[0], sizes[-1]))
+        times = walked(tables, plan, p)
+        if times:
+            worst = max(worst, times.end_s * SLACK)
         for s, stage in enumerate(pipeline.stages):
             units = layout.units_of_stage(p, s)
             prices, k = _Prices(tables, layout, plan, p, s, known), len(sizes)
+            if times:
+                worst = max(worst, _reduced_s(tables, plan, p, s, layout, units, prices, times) * SLACK)
             busy = last.forward_s[s] + last.backward_s[s] + (k - 1) * (first.forward_s[s] + first.backward_s[s])
             if plan.accumulation == "layered":  # the last backward of the topmost block is nowhere near the end
                 busy, k = 0.0, 1
@@ -308,9 +367,10 @@ def bound_s(tables: Tables, plan: Plan) -> float:
             lo, hi = stage.blocks
             table = replica_table(tables, plan, p, s, sizes[-1])
             below = table.backward_of(stage, lo, hi - 1) if hi - lo > 1 else 0.0
-            # Each use gathers a unit, but for the few that are still there when the direction turns.
+            # Each use gathers a unit, but for the few that are still there when the direction turns: a unit is kept
+            # if its next use is among the next `prefetch + 1`, and around a turn they are 0, 2, 4 ... uses apart.
             turning = sorted(units, key=lambda u: -layout.units[u].elements)[
-                :(plan.sharding.prefetch + 2) * len(stage.chunks)]
+                :(1 + (plan.sharding.prefetch + 1) // 2) * len(stage.chunks)]
             gather, reduce = prices.total(GATHER, [u for u in units if u not in turning]), prices.total(REDUCE, units)
             sync, publish = prices.total(SYNC, units), prices.total(PUBLISH, units)
             ports = float(_plus(_plus(2 * k * gather.ports, k * reduce.ports), sync.ports).max())
@@ -323,17 +383,42 @@ def bound_s(tables: Tables, plan: Plan) -> float:
     return worst + max(tails) * SLACK
 
 
+def _reduced_s(tables: Tables, plan: Plan, p: int, s: int, layout: Layout, units: Sequence[int], prices: _Prices,
+               times: Times) -> float:
+    """When the sums of gradients of a stage can be done: from when those of some chunk are ready, all that are ready
+    then or later pass one after another. The topmost block of a chunk is ready first."""
+    pipeline, stage, found = plan.pipelines[p], plan.pipelines[p].stages[s], 0.0
+    ready: list[tuple[float, float, list[int]]] = []
+    left = {u for u in units if layout.needed(SYNC, u)}
+    for (lo, hi, own), (start, end) in sorted(zip(pipeline.chain, times.last_s), key=lambda both: both[1]):
+        mine = [u for u in sorted(left) if any(lo <= b < hi for b in layout.units[u].blocks)] if own == s else []
+        if not mine:
+            continue
+        left -= {*mine}
+        if not _splits(plan.schedule) and hi - lo > 1:
+            table = replica_table(tables, plan, p, s, pipeline.micro_batches[-1])
+            start = max(start, end - table.backward_of(stage, lo, hi - 1) - (
+                float(table.adding_s[lo, hi - 1]) if plan.sharding.gradients == 1 else 0.0))
+        ready.append((start, end, mine))
+    alone, ports = 0.0, np.zeros(1)
+    for start, end, mine in reversed(ready):
+        own_s, loads = prices.sums(SYNC, mine)
+        alone, ports = alone + own_s, _plus(ports, loads)
+        found = max(found, start + max(alone, float(ports.max())), end + prices.total(SYNC, mine[:1]).seconds)
+    return found
+
+
 def too_full(tables: Tables, plan: Plan) -> dict[tuple[int, int], str]:
     """Stages, as (pipeline, stage), that cannot fit, with the device that lacks memory: its state and the activations
     that the order of its steps makes it hold at once are too much. Empty where that is not known beforehand."""
     if plan.shared or plan.accumulation == "layered" or not plan.synchronous or plan.schedule == "roundpipe":
         return {}
     job, devices = tables.job, tables.cluster.devices
-    layout, found = Layout(plan, job.model), dict[tuple[int, int], str]()
+    layout, found = Layout(plan, job.model, tables.units), dict[tuple[int, int], str]()
     for p, pipeline in enumerate(plan.pipelines):
         orders, chain = pipeline.orders(plan.schedule), pipeline.chain
         for s, stage in enumerate(pipeline.stages):
-            held = held_at_peak(orders[s])
+            held, then = held_at_peak(orders[s])
             for j in range(stage.members):
                 post = plan.posts(p, s, 0, j)[-1]
                 sizes = [n for n in pipeline.sizes(s, j) if n]
@@ -344,6 +429,9 @@ def too_full(tables: Tables, plan: Plan) -> dict[tuple[int, int], str]:
                                      sharing(tables, plan, p, s) if plan.expert > 1 else None)
                 apart = stage.offload_blocks or (stage.members > 1 and pipeline.in_turn)
                 kept = 0.0 if apart else sum(n * table.saved_of(stage, *chain[k][:2]) for k, n in held.items())
+                if then is not None and not apart and not tables.floor:  # a backward comes next, topmost block first
+                    at = chain[then].hi - 1
+                    kept += float(table.passing_bytes[MODES.index(stage.modes[at])][at, at + 1])
                 taken = (sum(static(layout, job, post)) + kept) * allocator_factor(devices[post]) * SLACK
                 if taken + framework_bytes(devices[post], communicators(plan, p, s)) > devices[post].memory_bytes:
                     found[p, s] = devices[post].name
@@ -358,6 +446,13 @@ class Busy(NamedTuple):
     """By the number of the port."""
 
 
+class Known(NamedTuple):
+    """What transfers of state take, by operation and kind of unit, and the numbers of these kinds."""
+
+    prices: dict[tuple[str, int], Busy]
+    kinds: dict[tuple[object, ...], int]
+
+
 def _plus(a: Floats, b: Floats) -> Floats:
     """The sum of loads by port; the shorter one says nothing of the last ports."""
     long, short = (a, b) if len(a) > len(b) else (b, a)
@@ -370,37 +465,55 @@ class _Prices:
     """Seconds of the transfers of state of one stage, as its first rank sees them; equal units are asked once."""
 
     def __init__(self, tables: Tables, layout: Layout, plan: Plan, pipeline: int, stage: int,
-                 known: dict[tuple[object, ...], Busy]) -> None:
+                 known: Known) -> None:
         """`known` is shared by the stages of a plan, and by plans whose state is laid out alike."""
         self._tables, self._layout, self._plan = tables, layout, plan
         self._ports = Ports.of(tables.cluster)
-        stages = [(pipe, one) for pipe in plan.pipelines for one in pipe.stages]
-        self._alike = len({one.tensor for _, one in stages}) == 1
-        self._group_of = {rank: one.ranks(r) for pipe, one in stages for r in range(pipe.copies)
-                          for rank in one.ranks(r)}
-        mine, node_of = plan.pipelines[pipeline].stages[stage], tables.cluster.node_of
+        self._alike = len({one.tensor for pipe in plan.pipelines for one in pipe.stages}) == 1
+        self._pipe, self._mine = plan.pipelines[pipeline], plan.pipelines[pipeline].stages[stage]
+        mine = self._mine
         self._rank = mine.devices[0]
-        self._neighbours = [mine.ranks(r)[0] for r in range(plan.pipelines[pipeline].copies)
-                            if node_of[mine.ranks(r)[0]] == node_of[self._rank]]
-        self._known, self._kinds = known, dict[int, tuple[object, ...]]()
+        self._known, self._kinds = known.prices, dict[int, int]()
+        self._numbers = known.kinds
         # Stages of a single pipeline whose devices stand alike exchange alike; only which ports they load differs.
         self._place: tuple[object, ...] = (pipeline, stage)
         if len(plan.pipelines) == 1:
             self._place = self._ports.pattern(mine.devices)[0]
 
+    @cached_property
+    def _group_of(self) -> dict[int, tuple[int, ...]]:
+        return {rank: one.ranks(r) for pipe in self._plan.pipelines for one in pipe.stages for r in range(pipe.copies)
+                for rank in one.ranks(r)}
+
+    @cached_property
+    def _neighbours(self) -> list[int]:
+        node_of = self._tables.cluster.node_of
+        firsts = [self._mine.ranks(r)[0] for r in range(self._pipe.copies)]
+        return [rank for rank in firsts if node_of[rank] == node_of[self._rank]]
+
     def total(self, op: str, units: Sequence[int]) -> Busy:
         """A G, R, Y or P action of all `units`: at least their sum, each alone, on the rank's own stream; and at least
         what the busiest port carries for all ranks of the stage in its node."""
-        kinds = Counter(self._kind(u) for u in units if self._layout.needed(op, u))
-        first = {self._kind(u): u for u in units}
+        alone, ports = self.sums(op, units)
+        return Busy(max(alone, float(ports.max())), ports)
+
+    def sums(self, op: str, units: Sequence[int]) -> Busy:
+        """The two sums."""
+        counts: dict[int, int] = {}
+        first: dict[int, int] = {}
+        for u in units:
+            if self._layout.needed(op, u):
+                kind = self._kind(u)
+                counts[kind] = counts.get(kind, 0) + 1
+                first.setdefault(kind, u)
         alone, ports = 0.0, np.zeros(1)
-        for kind, count in kinds.items():
+        for kind, count in counts.items():
             if (op, kind) not in self._known:
                 self._known[op, kind] = self._price(op, first[kind])
             seconds, loads = self._known[op, kind]
             alone += count * seconds
             ports = _plus(ports, count * loads)
-        return Busy(max(alone, float(ports.max())), ports)
+        return Busy(alone, ports)
 
     def _price(self, op: str, u: int) -> Busy:
         layout, cluster, sizes = self._layout, self._tables.cluster, self._tables.job.bytes
@@ -446,14 +559,15 @@ class _Prices:
             self._known[key] = Busy(seconds, np.zeros(1))
         return self._known[key].seconds
 
-    def _kind(self, u: int) -> tuple[object, ...]:
-        """Units of one kind have equal tensors on the same stages."""
+    def _kind(self, u: int) -> int:
+        """A number; units of one kind have equal tensors on the same stages."""
         if u not in self._kinds:
             unit, blocks = self._layout.units[u], self._layout.model.blocks
             hosts = () if len(self._plan.pipelines) == 1 and len(unit.blocks) == 1 else tuple(
                 s for pipe in self._plan.pipelines for s, stage in enumerate(pipe.stages)
                 if any(map(stage.holds, unit.blocks)))
-            self._kinds[u] = (self._place, blocks[u].kind if u < len(blocks) else u, hosts)
+            kind = (self._place, blocks[u].kind if u < len(blocks) else u, hosts)
+            self._kinds[u] = self._numbers.setdefault(kind, len(self._numbers))
         return self._kinds[u]
 
     def _least(self, op: str, u: int, index: int, comm: Comm) -> int:

@@ -8,7 +8,8 @@ from statistics import fmean
 
 from mixfleet.batching import steps_of
 from mixfleet.job import Job
-from mixfleet.plan import Pipeline, Plan, Sharding
+from mixfleet.plan import Pipeline, Plan, Sharding, Synchronization
+from mixfleet.plan_rules import why_not
 from mixfleet.search.bounds import Whole, upper_samples_per_s, whole_sequences
 from mixfleet.search.finder import TRIED, Search
 from mixfleet.search.miss import nearest_miss
@@ -166,6 +167,7 @@ def _why(search: Search, plans: Sequence[Ranked], others: Sequence[Judged], alon
             f", {gap}" if gap else "")
     yield from _replication(search, best)
     yield from _schedule(search, best)
+    yield from _virtual_workers(search, best)
     yield from _shares(search, best.plan)
     yield from _experts(search, best)
     if best.plan.sharding.shares:
@@ -206,7 +208,7 @@ def _replication(search: Search, best: Ranked) -> Iterable[str]:
 def _schedule(search: Search, best: Ranked) -> Iterable[str]:
     """What the schedule gains over 1F1B on the same stages, or what others would lose."""
     flat = laid(best.plan, "1f1b")
-    if isinstance(flat, str) or not is_deep(best.plan):
+    if isinstance(flat, str) or not is_deep(best.plan) or best.plan.waves:
         return
     if best.plan.schedule != "1f1b":
         other = predict(flat, search.job, search.cluster, sent=False)
@@ -222,6 +224,24 @@ def _schedule(search: Search, best: Ranked) -> Iterable[str]:
         yield "1F1B is the fastest schedule for these stages: " + ", ".join(
             f"{name} takes {seconds / best.prediction.step_s:.3f} times as much"
             for name, seconds in sorted(times.items(), key=lambda item: item[1]))
+
+
+def _virtual_workers(search: Search, best: Ranked) -> Iterable[str]:
+    """What virtual workers gain over steps that wait for all gradients, or why there are none although asked for."""
+    if "hetpipe" not in search.names:
+        return
+    if best.plan.waves:
+        flat = laid(best.plan.replace(synchronization=Synchronization()), "1f1b")
+        other = None if isinstance(flat, str) else predict(flat, search.job, search.cluster, sent=False)
+        if other:
+            saved = 1 - best.prediction.step_s / other.step_s
+            yield (f"virtual workers, at most {best.plan.synchronization.distance} waves ahead of the slowest, save "
+                   f"{saved:.1%} of the {show_seconds(other.step_s)} that the same pipelines take if every step waits "
+                   f"for all gradients (1F1B){'' if other.fits else ', which would not fit'}")
+        return
+    plan = laid(best.plan.replace(sharding=Sharding(), expert=1, expert_shares=()), "hetpipe")
+    reason = plan if isinstance(plan, str) else why_not(plan, search.job, search.cluster)
+    yield f"no virtual workers (hetpipe): {reason or 'those that fit take longer'}"
 
 
 def _experts(search: Search, best: Ranked) -> Iterable[str]:

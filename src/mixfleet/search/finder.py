@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import islice
 from math import inf
 from time import monotonic
@@ -19,9 +19,9 @@ from mixfleet.cost.kernels import foresee
 from mixfleet.cost.money import price_per_hour
 from mixfleet.errors import InputError
 from mixfleet.job import Job
-from mixfleet.plan import Batching, Offload, Plan, ScheduleName
+from mixfleet.plan import Batching, Offload, Pipeline, Plan, ScheduleName
 from mixfleet.plan_rules import lacking, why_not
-from mixfleet.search.bounds import bound_s, compute_bound_s, too_full
+from mixfleet.search.bounds import bound_s, busy_s, compute_bound_s, too_full, walked_s
 from mixfleet.search.candidates import Candidates
 from mixfleet.search.improve import dealt, frugal, neighbours
 from mixfleet.search.miss import most_frugal
@@ -51,7 +51,7 @@ Entry = tuple[float, int, int, Plan]
 
 EXPANDED = 300
 """Shapes whose plans are worked out."""
-SIMULATED, EXACT_SIMULATED = 16, 4000
+SIMULATED, EXACT_SIMULATED = 14, 4000
 """Simulations of templates, and of a space that is enumerated in full."""
 TURNED: tuple[ScheduleName, ...] = ("chimera", "dualpipe", "dualpipe-v")
 """Schedules that place the blocks otherwise, tried on request for the best pipelines."""
@@ -63,12 +63,20 @@ RELATIVES = 2
 """Simulations of plans that differ only in sharding, placement and sizes, before those of other plans."""
 PROPOSED = 12
 """Candidates with stages replicated by themselves whose bounds are looked at; as many as `TRIED` are simulated."""
-SCHEDULED, LAID = 4, 16
+SCHEDULED, LAID = 4, 8
 """Families whose best plans are laid out for other schedules, and simulations of these."""
-STATE = 0.05
+AHEAD, ALIKE = 8, 2
+"""Simulations of pipelines under any schedule before those of other plans, and of those from one family."""
+FEW = 4
+"""Micro-batches per stage from which a pipeline is filled and drained soon enough, whatever its schedule."""
+FARTHEST, WORTH = 3, 1e-3
+"""Waves that virtual workers may be ahead of each other, and the part of a step that one more must save."""
+STATE = 0.01
 """Of a step that moving state has to itself: from there on other degrees of sharding are tried."""
-IMPROVED, ROUNDS, TRIED = 2, 2, 4
-"""Plans that are improved, rounds for each, and simulations in a round."""
+IMPROVED, ROUNDS, EACH, TRIED = 3, 4, 2, 4
+"""Plans that are improved, rounds for each, simulations in a round for each kind of change, and those elsewhere."""
+SMALL = 48
+"""Steps of a pipeline forward, up to which a round has four times as many simulations."""
 
 
 class Search:
@@ -171,6 +179,7 @@ class Search:
         bounds = [(self.score(self.candidates.ideal_s(s), used(s)), i, s) for i, s in enumerate(shapes_)]
         bounds.sort(key=lambda entry: entry[:2])
         heap: list[Entry] = []
+        deep: dict[tuple[Pipeline, ...], list[Plan]] = {}
         for n, (bound, _, shape) in enumerate(bounds):
             if n == EXPANDED or self.late():
                 self.rejected.add("shapes with a higher lower bound, not worked out", len(bounds) - n)
@@ -179,13 +188,63 @@ class Search:
             for plan in self.candidates.plans(shape):
                 reason = ""
                 for other in only(plan, self.names, self.job, self.cluster):
-                    if isinstance(other, Plan):  # the others are tried for the best: `schedule`
+                    if isinstance(other, Plan):  # the others follow: `_ahead` and `schedule`
                         self._push(heap, other)
+                        if _waits(other) and other.accumulation == "plain" and other.sharding.gradients == 1:
+                            deep.setdefault(other.pipelines, []).append(other)
                         break
                     reason = reason or other
                 else:
                     self.rejected.add("impossible under the schedules asked for", example=reason)
+        if simulations == SIMULATED:
+            self._ahead(deep.values())
         self._drain(heap, simulations, top, RELATIVES)
+
+    def _ahead(self, groups: Iterable[Sequence[Plan]]) -> None:
+        """Simulates pipelines that exchange state only at the end of a step under all schedules, those with the least
+        bounds first: for them, bounds of all steps in order and of the sums of gradients behind them are close. Plans
+        of a group differ only in how state is shared.
+        """
+        heap: list[Entry] = []
+        groups = list(groups)
+        for i, (plan, *_) in enumerate(groups):
+            heap.append((self.score(busy_s(self.tables, plan), plan.ranks), i, 0, plan))
+        heapify(heap)
+        order, tried = len(heap), 0
+        seen: Counter[object] = Counter()
+        group_of = {id(group[0]): group for group in groups}
+        ways: dict[Plan, Sequence[Plan]] = {}
+        while heap and tried < AHEAD and not self.late():
+            bound, _, level, plan = heappop(heap)
+            if bound >= self.best:
+                break
+            family = self.family(plan)
+            twin = (family, plan.sharding, plan.expert, plan.schedule, tuple(
+                (p.samples, p.micro_batch, *(s.chunks for s in p.stages)) for p in plan.pipelines))
+            if seen[family] >= ALIKE or (level == 3 and seen[twin]):
+                continue
+            if level == 3:
+                short = self._lacking(plan)
+                if not short:
+                    prediction = self.judge(plan)
+                    tried, seen[twin] = tried + 1, 1
+                    if prediction and prediction.fits:
+                        seen[family] += 1
+                continue
+            if level == 0:
+                others = [plan, *schedules(plan, self.names, wide=True)]
+                ways |= dict.fromkeys(others, group_of[id(plan)])
+            elif level == 1:
+                others = [plan]
+            else:
+                others = [plan.replace(sharding=way.sharding, expert=way.expert) for way in ways[plan]]
+                self.considered += len(others) if plan.schedule != "1f1b" else 0
+            for other in others:
+                seconds = (compute_bound_s, walked_s, bound_s)[level](self.tables, other)
+                least = max(bound, self.score(seconds, other.ranks))
+                if least < self.best:
+                    order += 1
+                    heappush(heap, (least, order, level + 1, other))
 
     def _push(self, heap: list[Entry], plan: Plan) -> None:
         self.considered += 1
@@ -224,9 +283,9 @@ class Search:
                 if not short:
                     simulations -= 1
                     prediction = self.judge(plan)
+                    families[twin] += 1  # differs in placement alone
                     if prediction and prediction.fits:
                         families[family] += 1
-                        families[twin] += 1  # differs in placement alone
                     elif prediction:
                         short = _short(prediction)
                 for other in frugal(plan, short) if short and relatives else ():
@@ -319,7 +378,7 @@ class Search:
     def _lacking(self, plan: Plan) -> Collection[tuple[int, int]]:
         """Stages that cannot fit whatever a simulation says, which is counted. As long as nothing fits, simulations
         tell which plan lacks least."""
-        short = too_full(self.tables, plan) if self.found else {}
+        short = too_full(self.tables, plan) if self.found or self.simulated >= TRIED else {}
         if short:
             self.rejected.add(f"memory of {next(iter(short.values()))}, by a lower bound")
         return short
@@ -341,19 +400,34 @@ class Search:
                         options.append((bound, i, other))
                     else:
                         self.rejected.add("slower than the best, by a lower bound", 1)
-                better, tried = plan, 0
+                better, few = plan, max(len(p.chain) * len(p.micro_batches) for p in plan.pipelines) <= SMALL
+                tried: Counter[object] = Counter()
                 for bound, _, other in sorted(options):
-                    if tried == TRIED or self.late() or bound >= now:
+                    if self.late() or bound >= now:
                         break
-                    if self._lacking(other):
+                    # Bounds of some kinds of change are closer than of others, so each kind has its own tries.
+                    kind = (other.schedule != plan.schedule, other.pipelines != plan.pipelines,
+                            _degrees(other) != _degrees(plan))
+                    if tried[kind] == EACH * (4 if few else 1) or self._lacking(other):
                         continue
-                    tried += 1
+                    tried[kind] += 1
                     prediction = self.judge(other)
                     if prediction and prediction.fits and (s := self.score(prediction.step_s, other.ranks)) < now:
                         now, better = s, other
                 if better is plan or self.late():
                     break
                 plan = better
+
+    def spread(self) -> None:
+        """Lets the virtual workers of the best plans be waves ahead of each other, as many as make steps shorter."""
+        for plan in [plan for _, _, plan in self.distinct() if plan.waves][:IMPROVED]:
+            before = self.found[plan].step_s
+            for distance in range(1, FARTHEST + 1):
+                other = plan.replace(synchronization=plan.synchronization.replace(distance=distance))
+                prediction = None if self.late() else self.judge(other)
+                if prediction is None or not prediction.fits or prediction.step_s >= before * (1 - WORTH):
+                    break
+                before = prediction.step_s
 
     def recompute(self) -> None:
         """Recomputes only some blocks of the stages of the best plans, as few as memory allows; or keeps what they save
@@ -423,6 +497,15 @@ class Search:
         return list(seen.values())
 
 
+def _waits(plan: Plan) -> bool:
+    """Whether pipelines have so few micro-batches that it matters more than anything how they wait."""
+    return is_deep(plan) and all(len(p.micro_batches) < FEW * len(p.stages) for p in plan.pipelines)
+
+
+def _degrees(plan: Plan) -> tuple[int, ...]:
+    return plan.sharding.weights, plan.sharding.gradients, plan.sharding.optimizer, plan.expert
+
+
 def _short(prediction: Prediction) -> set[tuple[int, int]]:
     """The stages, as (pipeline, stage), that lack memory."""
     return {(d.pipeline, d.stage) for d in prediction.devices if not d.fits}
@@ -470,9 +553,11 @@ def _found(search: Search, top: int, limits: Limits, schedule_search: bool) -> S
         exact = exact and not search.found
     if not exact:
         search.schedule()
+        search.spread()
         search.improve()
     if limits.replicated and not search.late():
         search.replicate()
+    search.spread()
     search.recompute()
     search.batch()
     if schedule_search:

@@ -48,7 +48,10 @@ def _moves(plan: Plan, node_of: Sequence[int]) -> Iterator[Plan]:
             for kind in stage.offload:
                 rest = tuple(other for other in stage.offload if other != kind)
                 yield from _changed(plan, cuts, lambda p, i=i, rest=rest: _staged(p, i, offload=rest))  # type: ignore[misc]
-        sizes = {first.micro_batch * 2, first.micro_batch // 2, first.micro_batch + 1, first.micro_batch - 1}
+        # Twice or half, one more or less, and as even as can be in one micro-batch more or less, or as many as now.
+        count = len(first.micro_batches)
+        sizes = {first.micro_batch * 2, first.micro_batch // 2, first.micro_batch + 1, first.micro_batch - 1,
+                 *(-(-first.samples // n) for n in (count - 1, count, count + 1) if n)}
         for size in sorted(sizes - {first.micro_batch}):
             yield from _changed(plan, cuts, lambda p, size=size: p.replace(  # type: ignore[misc]
                 micro_batch=size) if 1 <= size <= p.samples else None)

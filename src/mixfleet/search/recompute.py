@@ -187,7 +187,7 @@ def _in_flight(plan: Plan, p: int, s: int) -> Iterator[tuple[int, int]]:
     if plan.accumulation == "layered":
         yield from ((b, len(pipe.micro_batches)) for b in pipe.stages[s].held)
         return
-    most = held_at_peak(pipe.orders(plan.schedule)[s])
+    most, _ = held_at_peak(pipe.orders(plan.schedule)[s])
     for k, chunk in enumerate(pipe.chain):
         if chunk.stage == s:
             yield from ((b, most[k]) for b in range(chunk.lo, chunk.hi))

@@ -11,6 +11,7 @@ import numpy as np
 
 from mixfleet.cluster import Cluster, Device, Link
 from mixfleet.cost.clock import held_cost
+from mixfleet.cost.kernels import accumulate_s
 from mixfleet.cost.memory import (
     allocator_factor,
     boundary_bytes,
@@ -26,6 +27,7 @@ from mixfleet.model.spec import ExpertShare
 from mixfleet.plan import Pipeline, Plan, Recompute, Sharding, Stage, groups
 from mixfleet.program.layout import Layout, Unit
 from mixfleet.search.partition import Matrix
+from mixfleet.search.walk import Times
 
 MODES: tuple[Recompute, ...] = ("none", "selective", "full")
 
@@ -75,7 +77,8 @@ class Table:
 
     With `context`, of the tensor groups of so many equal parts of every sequence, whose ranks follow each other.
 
-    `forward_s`, and per recompute mode `backward_s` (recompute included), `saved_bytes` per micro-batch in flight and
+    `forward_s`, and per recompute mode `backward_s` (recompute included; `weight_s` is the weight halves' part of it,
+    and adding gradients that are kept whole takes `adding_s` more), `saved_bytes` per micro-batch in flight and
     `passing_bytes` (what backward brings back, and workspace); `edge_bytes[i]` crosses the boundary below block i. A
     group of unlike devices goes at the pace of the slowest and has the least memory. `sharing` is of routed experts
     that other replicas share.
@@ -112,16 +115,19 @@ class Table:
                 waits = (talk["forward"] if mode == "full" else 0.0) + (keys["forward"] if mode != "none" else 0.0)
                 again.append(waits + max(held_cost(block, *shape, d, job, mode, context, experts)
                                          .among(0.0, 0.0, waits).recompute_s for d in devices))
+            weight = max(c.weight_s for c in plain)
+            adding = max(accumulate_s(block, t, d, job, experts) for d in devices)
             costs[block.kind] = (
                 forward, [backward + r for r in again],
                 [max(saved_bytes(block, *shape, d, job, mode, context, experts) for d in devices) for mode in MODES],
                 [max(recompute_bytes(block, *shape, d, job, mode, context, experts) for d in devices)
                  for mode in MODES],
                 max(workspace_bytes(block, *shape, d, job, context, experts) for d in devices),
-                boundary_bytes(block, *shape, job))
+                boundary_bytes(block, *shape, job), weight, adding)
         rows = [costs[b.kind] for b in blocks]
         self.forward_s = _sums([r[0] for r in rows])
         self.backward_s = [_sums([r[1][m] for r in rows]) for m in range(len(MODES))]
+        self.weight_s, self.adding_s = _sums([r[6] for r in rows]), _sums([r[7] for r in rows])
         self.saved_bytes = [_sums([r[2][m] for r in rows]) for m in range(len(MODES))]
         work = _maxima([r[4] for r in rows])
         self.passing_bytes = [work + _maxima([r[3][m] for r in rows]) for m in range(len(MODES))]
@@ -171,7 +177,8 @@ class Tables:
     def __init__(self, job: Job, cluster: Cluster) -> None:
         self.job, self.cluster = job, cluster
         whole = Pipeline(stages=(Stage(blocks=(0, len(job.model.blocks)), devices=(0,)),), samples=1, micro_batch=1)
-        self.units = Layout(Plan(pipelines=(whole,)), job.model).units
+        layout = Layout(Plan(pipelines=(whole,)), job.model)
+        self.units, self.floor = layout.units, layout.floor
         seen: dict[tuple[Device, Link, Link], int] = {}
         self.kind_of = tuple(
             seen.setdefault((d.replace(cores=()) if d.cores else d, node.link, node.nic), len(seen))
@@ -180,8 +187,9 @@ class Tables:
         self._tables: dict[tuple[object, ...], Table] = {}
         self._signatures: dict[tuple[int, ...], tuple[object, ...]] = {}
         self._states: dict[tuple[int, Pieces], Matrix] = {}
-        self.prices: dict[object, dict[tuple[object, ...], Any]] = {}
+        self.prices: dict[object, Any] = {}
         self.seconds: dict[tuple[object, ...], float] = {}
+        self.walks: dict[tuple[object, ...], Times | None] = {}
         """What `bounds` remembers."""
 
     def signature(self, ranks: tuple[int, ...]) -> tuple[object, ...]:

@@ -22,6 +22,8 @@ SEARCHED = "searched"
 
 PLANNED: tuple[ScheduleName, ...] = ("1f1b", "gpipe", "interleaved", "wave", "zb-h1", "zb-h2", "zb-v")
 """Schedules that the plan search tries."""
+ROUNDS_TRIED = (2, 3, 4, 6, 8)
+"""Chunks per stage that are tried where a schedule takes any number."""
 LISTED = 2000
 """Steps of a pipeline up to which it tries those that are found by list scheduling, which takes a while."""
 
@@ -96,15 +98,19 @@ def is_replicated(plan: Plan) -> bool:
     return any(pipeline.replicated for pipeline in plan.pipelines)
 
 
-def schedules(plan: Plan, names: Sequence[ScheduleName] = ()) -> Iterator[Plan]:
-    """The plan under every other schedule that suits its pipelines, of `names` if given, and with one more or one less
-    chunk per stage."""
+def schedules(plan: Plan, names: Sequence[ScheduleName] = (), *, wide: bool = False) -> Iterator[Plan]:
+    """The plan under every other schedule that suits its pipelines, of `names` if given, and with one or two chunks per
+    stage more or less; if `wide`, with all numbers of `ROUNDS_TRIED`."""
     if not is_deep(plan) or plan.accumulation != "plain":
         return
     rounds = len(plan.pipelines[0].stages[0].chunks)
     ways = [(name, 0) for name in names or PLANNED if name not in (plan.schedule, ROUNDS)]
     if plan.schedule in SCHEDULES and SCHEDULES[plan.schedule].most_rounds > 2:
         ways += [(plan.schedule, n) for n in range(rounds - 2, rounds + 3) if n != rounds and n > 1]
+    if wide:
+        ways = [(name, n) for name in dict.fromkeys((*(names or PLANNED), plan.schedule)) if name in SCHEDULES
+                for n in (ROUNDS_TRIED if SCHEDULES[name].most_rounds > 2 else (0,))
+                if (name, n or rounds) != (plan.schedule, rounds)]
     for name, count in ways:
         other, schedule = laid(plan, name, count), SCHEDULES[name]
         if isinstance(other, str) or any(
