@@ -19,6 +19,7 @@ from mixfleet.errors import InputError
 from mixfleet.job import Data, Job
 from mixfleet.run import TrainError, TrainResult, torchrun_commands, train
 from mixfleet.run.checkpoint import Reader, latest
+from mixfleet.run.host import calm_network_threads
 from mixfleet.run.metrics import StepMetrics
 from mixfleet.run.source import DecoderSource
 from run_pool import CLUSTER, Case, job, pipe, plan, reference
@@ -188,3 +189,28 @@ def test_a_rank_that_stops_answering_early_does_not_hang(tmp_path: Path) -> None
         train(PAIR, _long(), CLUSTER)
     thread.join()
     assert time.monotonic() - started < 20
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="needs Linux")
+def test_threads_of_gloo_do_not_interrupt_others():
+    told, over, threads = threading.Event(), threading.Event(), {}
+
+    def live(name):
+        threads[name] = threading.get_native_id()
+        Path(f"/proc/self/task/{threads[name]}/comm").write_text(name)
+        if len(threads) == 2:
+            told.set()
+        over.wait()
+
+    both = [threading.Thread(target=live, args=(name,)) for name in ("gloo_tcp_loop", "pt_gloo_runloop")]
+    for one in both:
+        one.start()
+    try:
+        assert told.wait(10)
+        calm_network_threads()
+        assert os.sched_getscheduler(threads["gloo_tcp_loop"]) == os.SCHED_BATCH
+        assert os.sched_getscheduler(threads["pt_gloo_runloop"]) == os.sched_getscheduler(0) == os.SCHED_OTHER
+    finally:
+        over.set()
+        for one in both:
+            one.join()

@@ -181,6 +181,7 @@ def job_times(job_path: str, micro_batches: list[int], kinds: list[str], shares:
     import torch.distributed as dist
 
     import mixfleet.run.optim  # what is loaded here does not count against a quota
+    from mixfleet.run.host import calm_network_threads
     from mixfleet.run.modules import build_blocks
 
     job, rank = Job.load(job_path), dist.get_rank()
@@ -194,6 +195,8 @@ def job_times(job_path: str, micro_batches: list[int], kinds: list[str], shares:
     attention: Literal["fused", "eager"] = "fused" if fused[rank] else "eager"
     modules = [build_blocks(job.model, [i], device=device, dtype=dtype, attention=attention)[0] for i in chain]
     assert mixfleet.run.optim
+    if shares[rank] < 1:
+        calm_network_threads()
     small = small_exchange(apart) if len(apart) > 1 else []
     if rehearse:
         for size in micro_batches:

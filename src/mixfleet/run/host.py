@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +27,21 @@ def keep_memory() -> None:
         if mallopt:
             mallopt(_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
             mallopt(_TRIM_THRESHOLD, _KEEP)
+
+
+def calm_network_threads() -> None:
+    """Let gloo's threads wait for their turn instead of interrupting others. For ranks with a share of a core.
+
+    gloo's thread that waits for messages skips a pair of sockets that another thread holds, and looks again at once:
+    if it interrupts a thread in the middle of sending, it spins until the scheduler takes its turn away, 2 to 4 ms
+    later. As batch work (sched(7)) it does not interrupt: on a shared core, a swap of a few bytes takes 0.3 ms instead
+    of 4. Groups that are made later are not reached.
+    """
+    tasks = Path("/proc/self/task")
+    for task in tasks.iterdir() if hasattr(os, "SCHED_BATCH") and tasks.exists() else ():
+        with suppress(OSError):  # it has ended meanwhile, or may not be changed
+            if (task / "comm").read_text().startswith("gloo_"):
+                os.sched_setscheduler(int(task.name), os.SCHED_BATCH, os.sched_param(0))
 
 
 class CoreUse(NamedTuple):

@@ -30,7 +30,7 @@ from mixfleet.run.balance import Rebalance, apart, rebalance, with_samples
 from mixfleet.run.checkpoint import Reader, Saving, State
 from mixfleet.run.collective import Fabric
 from mixfleet.run.crew import Crew
-from mixfleet.run.host import CoreWatch, foreign
+from mixfleet.run.host import CoreWatch, calm_network_threads, foreign
 from mixfleet.run.huggingface import open_weights
 from mixfleet.run.interpreter import Interpreter, MicroBatch, StepResult
 from mixfleet.run.launch import Failure, Options, RankReport, TrainResult
@@ -70,6 +70,8 @@ class Rank:
         torch.backends.cuda.matmul.allow_tf32 = job.precision == "tf32"
         self.recorder = Recorder(self.rank, self.device)
         self.fabric = Fabric(plan, self.rank, self.device, self.recorder)
+        if cluster.devices[self.rank].share < 1:
+            calm_network_threads()
         self.layout = Layout(plan, job.model)
         self.places = [place for post, place in sorted(self.layout.places.items()) if post % plan.span == self.rank]
         """One for each pipeline in which this rank stands."""
