@@ -11,7 +11,6 @@ steps and leaves one source out at a time. What a table of this kind leaves open
 from __future__ import annotations
 
 import argparse
-import itertools
 import random
 import statistics
 from collections import Counter, defaultdict
@@ -31,9 +30,11 @@ def errors(found: Sequence[Score], what: str) -> list[float]:
 
 
 def scan(by_source: dict[str, list[Case]]) -> None:
-    """Every source's median error over a grid of the coefficients that are chosen on whole steps, and for each source
-    what the choice of all the others gives it."""
-    grid = list(itertools.product((0.88, 0.92, 0.96), (50e-6, 75e-6), (0.0, 0.3)))
+    """Every source's median error with each coefficient that is chosen on whole steps moved by itself, and for each
+    source what the choice of all the others gives it."""
+    shipped = efficiency.SUSTAINED["gpu"], efficiency.LAUNCH_S["gpu"], efficiency.THROTTLE
+    moved = ((0.88, 0.96), (50e-6, 100e-6), (0.15, 0.45))
+    grid = [shipped, *((*shipped[:i], value, *shipped[i + 1:]) for i, values in enumerate(moved) for value in values)]
     print("| part of kernel rates sustained | host seconds per kernel | throttling | mean of medians | mean bias |")
     print("| --: | --: | --: | --: | --: |")
     middles: dict[str, list[float]] = defaultdict(list)
