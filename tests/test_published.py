@@ -159,33 +159,103 @@ def test_names_of_gpus():
         device_of("A100-97GB-PCIx")
 
 
-def test_without_sequence_parallelism_activations_are_larger(tmp_path):
+def test_memory_counts_as_the_source_counts_it(tmp_path):
     found = case(tmp_path)
-    plan, job = found.plan, found.job
+    plan, job, device = found.plan, found.job, found.cluster.devices[0]
     use = published.predict(plan, job, found.cluster).devices[0]
-    plain = frameworks.peak_bytes(use, plan, job, Framework())
-    whole = frameworks.peak_bytes(use, plan, job, Framework(sequence_parallel=False))
-    assert plain == pytest.approx(use.peak_bytes, abs=4)
-    assert whole - plain >= use.breakdown["activations"]  # twice the layer inputs at tensor degree 2
-    allocated = frameworks.peak_bytes(use, plan, job, Framework(counted="allocated"))
-    assert allocated == sum(n for what, n in use.breakdown.items() if what not in ("framework", "allocator"))
-    reserved = frameworks.peak_bytes(use, plan, job, Framework(counted="reserved"))
-    assert reserved == pytest.approx(use.peak_bytes - use.breakdown["framework"], abs=4)
-    pure = frameworks.allocated_bytes(use, plan, job, Framework(pure=True))
     held = use.breakdown
+
+    def peak(**changes):
+        return frameworks.peak_bytes(use, plan, job, device, Framework(**changes))
+
+    assert peak() == pytest.approx(use.peak_bytes + 3 * (640 - 200) * 2**20, abs=4)  # of all, tensor and data groups
+    no_link = device.replace(link_Bps=50e9)
+    assert frameworks.peak_bytes(use, plan, job, no_link, Framework()) == pytest.approx(use.peak_bytes, abs=4)
+    allocated = peak(counted="allocated")
+    assert allocated == sum(n for what, n in held.items() if what not in ("framework", "allocator"))
+    assert peak(counted="reserved") == pytest.approx(use.peak_bytes - held["framework"], abs=4)
+    assert peak(lazy=False) - peak() == frameworks.KERNELS_BYTES
+    assert peak(groups=True) - peak() == 640 * 2**20
+    table = max(p.count for p in job.model.blocks[0].params) // 2 * 2  # half of it, in 16 bits
+    assert peak(expandable=False, counted="reserved") == round((allocated + table) * frameworks.UNEXPANDED)
+    pure = frameworks.allocated_bytes(use, plan, job, Framework(pure=True))
     assert allocated - pure == held["master"] + held["moments"] / 2 + held["gradients"] / 2 + held.get(
         "optimizer temporaries", 0) + held.get("gradient buffers", 0) / 2
 
 
-def test_deepspeed_keeps_16_bit_gradients_beside_those_of_32_bits_in_bf16(tmp_path):
+def test_without_sequence_parallelism_what_lies_between_products_is_whole():
+    """At micro-batch 3, 128 tokens, tensor degree 4: the layer's input and the sum inside it."""
+    kept = [{s.name: s.size.at(3, 128, 4) for s in frameworks.rewritten(
+        LLAMA, JOB, device_of("A100"), Framework(sequence_parallel=whole)).blocks[1].saved if s.device != "cpu"}
+        for whole in (True, False)]
+    assert kept[0]["input"] == kept[0]["norm2.input"] == 3 * 128 * 256 / 4
+    assert {name for name, n in kept[1].items() if n != kept[0][name]} == {
+        "input", "norm1.statistics", "norm2.input", "norm2.statistics"}
+    assert kept[1]["input"] == kept[1]["norm2.input"] == 3 * 128 * 256
+
+
+def test_deepspeed_adds_up_gradients_of_16_bits_in_fp16_and_has_both_kinds_in_bf16(tmp_path):
+    """Times the 16-bit weights. In fp16 a bucket for all of so small a model (1), gradients of 2 bytes for 4 (-1), and
+    those of a half's step, of 2 and 4 bytes (1.5); in bf16 a bucket in fp32 (2) and the 16-bit gradients (1)."""
     extra = []
-    for dtype in ("fp16", "bf16"):
-        found = case(tmp_path, dtype=dtype, zero_stage="1")
+    for dtype, stage in (("fp16", 1), ("bf16", 1), ("bf16", 2)):
+        found = case(tmp_path, dtype=dtype, zero_stage=str(stage))
         use = published.predict(found.plan, found.job, found.cluster).devices[0]
         plain, deepspeed = (frameworks.allocated_bytes(use, found.plan, found.job, Framework(bucket_elements=n))
                             for n in (0, 5 * 10**8))
         extra.append((deepspeed - plain) / use.breakdown["weights"])
-    assert extra == [1, 2]  # a bucket for all of so small a model, and the gradients
+    assert extra[:2] == pytest.approx([1.5, 3.0], rel=1e-3)
+    sharded = use.breakdown["gradients"] / use.breakdown["weights"]
+    assert extra[2] == pytest.approx(1 - sharded / 2, rel=1e-3)  # its part of 2 bytes instead of 4, and a bucket
+
+
+def test_fine_tuning_scripts_are_told_by_the_owner_of_their_code(tmp_path):
+    """Sharded units of frozen and trained weights make gradients of all; what trains whole has an original beside."""
+    base = frameworks.of("finetune")
+    litgpt = frameworks.tuned(base, "Lightning-AI", "Llama-2-7B", "LoRA fine-tuning", alone=False)
+    assert (litgpt.pure, litgpt.counted, litgpt.whole_gradients) == (True, "allocated", True)
+    qwen = frameworks.tuned(base, "QwenLM", "Qwen-7B", "LoRA (embeddings trained) fine-tuning", alone=True)
+    assert (qwen.pure, qwen.counted, qwen.copies_trained, qwen.joined) == (True, "used", True, True)
+    assert not frameworks.tuned(base, "QwenLM", "Qwen-7B", "full fine-tuning", alone=True).pure
+    tune = [frameworks.tuned(base, "pytorch", "Llama-3.2-3B", text, alone=True).logit_bytes for text in (
+        "LoRA fine-tune", "baseline (unpacked)", "baseline (unpacked) + torch.compile",
+        "baseline (unpacked) + torch.compile + chunked cross entropy")]
+    assert tune == [1.5, 12.0, 2.0, 1.5]
+    found = case(tmp_path, id="finetune-1.step", dtype="bf16", zero_stage="3", tp="1", pp="1", dp="8",
+                 other_settings="LoRA rank 8", recompute="full")
+    use = published.predict(found.plan, found.job, found.cluster).devices[0]
+    sizes = [frameworks.allocated_bytes(use, found.plan, found.job, f) for f in (
+        Framework(), Framework(whole_gradients=True), Framework(copies_trained=True))]
+    every = sum(p.count for b in found.job.model.blocks for p in b.params if not p.tied)
+    assert sizes[1] - sizes[0] == 2 * every
+    assert sizes[2] == sizes[0]  # only LoRA's own weights train
+    assert "8-bit optimizer" in reason(tmp_path, source="pytorch/torchtune@1:README.md", num_gpus="1", dp="1", tp="1",
+                                       pp="1", other_settings="full fine-tune; batch 2")
+
+
+def test_recompute_by_operator_keeps_every_second_product_and_attention():
+    """Of a gated layer: its input, q, v, attention, gate, and without a compiler down too."""
+    names = [{s.name for s in frameworks.rewritten(LLAMA, JOB, device_of("A100"), Framework(saves_products=what))
+              .blocks[1].saved if s.until == "selective" and s.device != "cpu"} for what in ("all", "needed")]
+    assert names[1] == {"attention.q", "attention.v", "attention.out", "attention.logsumexp", "mlp.gate_out"}
+    assert names[0] - names[1] == {"mlp.out"}
+
+
+def test_tied_embeddings_follow_from_the_parameters(tmp_path):
+    """A Llama of 4 layers: 4 (4 * 64 k + 3 * 256 * 704) + 256 k of each table, in billions."""
+    layers = 4 * (4 * 256 * 256 + 3 * 256 * 704)
+    heads = [case(tmp_path, model="Llama-x", ffn="704", params_b=f"{(layers + n * 256_000) / 1e9:.5f}").job.model.blocks
+             for n in (1, 2)]
+    tied = [blocks[-1].params[-1].tied for blocks in heads]
+    assert tied == ["embed/tokens.weight", ""]
+    assert not case(tmp_path, model="Llama-x", ffn="704").job.model.blocks[-1].params[-1].tied
+
+
+def test_rmsnorm_in_elementwise_kernels_keeps_its_input_in_fp32():
+    kept = [sum(s.size.at(3, 128, 1) * s.element_bytes(2) for s in frameworks.rewritten(
+        LLAMA, JOB, device_of("A100"), f).blocks[1].saved if s.device != "cpu")
+        for f in (Framework(), frameworks.EAGER_LLAMA)]
+    assert kept[1] - kept[0] == 2 * 2 * 3 * 128 * 256  # two norms, 2 bytes more each
 
 
 MODEL = build({"layers": 2, "hidden": 256, "heads": 4, "ffn": 1024, "vocab": 1000, "style": "gpt", "max_seq_len": 128})
@@ -275,7 +345,12 @@ def test_lora_trains_narrow_products_beside_frozen_ones(tmp_path):
 
 def test_recompute_that_only_the_settings_state(tmp_path):
     stated = case(tmp_path, recompute="", other_settings="seq and AC as in llama3_8b.toml default (8192, selective op)")
-    assert stated.recompute == case(tmp_path, recompute="selective (op)").recompute == "half"
+    assert stated.recompute == case(tmp_path, recompute="selective (op)").recompute == "products"
+    run = case(tmp_path, recompute="selective (op)", id="torchtitan-1.mem", metric="peak_mem_gib", value="3",
+               model="Llama-x", ffn="1408", tp="1", dp="4", global_batch="16")
+    every, kept, none = (published.score(run._replace(recompute=r)) for r in ("as planned", "products", "half"))
+    assert kept.step_s == none.step_s
+    assert kept.peak_bytes < every.peak_bytes
 
 
 def test_settings_name_the_code_base_and_what_it_hides():

@@ -7,19 +7,20 @@ lacks, and bytes. Each is a property of a code base that its documentation or so
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
 from mixfleet import trace
 from mixfleet.cluster import Device
 from mixfleet.cost.kernels import OptimizerLoop, accumulate_s, efficiency, fused_attention, generation, optimizer_s
-from mixfleet.cost.memory import CONTEXT_BYTES
+from mixfleet.cost.memory import COMMUNICATOR_BYTES, CONTEXT_BYTES
 from mixfleet.job import Job
 from mixfleet.model.parts import ROWS, SHARD, gemm
 from mixfleet.model.spec import Block, Model, Op, Saved, Size, T
-from mixfleet.plan import Pipeline, Plan, Stage
+from mixfleet.plan import Plan
 from mixfleet.sim.experts import Experts
 from mixfleet.sim.prediction import DeviceUse, Prediction
+from mixfleet.units import MiB
 
 
 class Framework(NamedTuple):
@@ -76,6 +77,18 @@ class Framework(NamedTuple):
     """Whether products in a narrow type keep narrow inputs for backward."""
     pure: bool = False
     """Whether weights, gradients and moments are all of 16 bits, without a master copy."""
+    copies_trained: bool = False
+    """Whether LoRA keeps the original beside each whole tensor that it trains, as PEFT's `modules_to_save` does."""
+    whole_gradients: bool = False
+    """Whether a sharded unit with frozen and trained weights makes gradients of all of them, and keeps them whole while
+    it adds up micro-batches without exchanging (FSDP's documentation warns of the former)."""
+    groups: bool = False
+    """Whether the ranks of a copy of the model have a communicator, for norms and overflows, besides."""
+    saves_products: Literal["", "all", "needed"] = ""
+    """Selective recomputation by operator keeps attention's output and every second product: all of these, or with a
+    compiler those that backward needs."""
+    lazy: bool = True
+    """Whether CUDA loads a kernel when it is first used (11.7 and later); before, all of PyTorch's at once."""
 
 
 SLOWER_FLASH: dict[int, dict[str, float]] = {1: {"Ampere": 1.25, "Hopper": 2.5}, 2: {"Hopper": 1.5}, 3: {}}
@@ -106,12 +119,27 @@ scales."""
 SHIFTED_LOGITS = 12.0
 """Models of transformers' library before 4.45 turn all logits into fp32 (4), make the shifted ones contiguous (4), and
 hold their log-softmax (4), in whose place the gradient comes."""
+FP32_LOGITS, FP32_LOGITS_SHARDED = 12.0, 16.0
+"""PyTorch's cross entropy of logits in fp32: its backward holds their log-softmax, the gradient of that and theirs (4
+each); over vocabulary shards (DTensor's loss parallel) also the exponential."""
+COMPILED_LOSS = 2.0
+"""A compiler fuses all passes of it: what remains is the gradient in the type of the logits."""
+CHUNKED_LOSS = FP32_LOGITS / 8
+"""In chunks of an eighth of the tokens (torchtune)."""
+LOSS_COMPILED_SINCE = 2025
+"""Year from which on torchtitan compiles its loss when it compiles its layers."""
+KERNELS_BYTES = 550 * MiB
+"""More that a context takes without lazy loading: about 1.3 GB in all (Hugging Face's guide to training on one GPU)."""
+NVLINK_BYTES, NVLINK_FULL_BPS = 640 * MiB, 300e9
+"""Of an NCCL communicator over NVLink, whose rate takes more channels than `COMMUNICATOR_BYTES`, which plans count: 544
+MiB for two A100, 688 for more (NCCL issue 964); in proportion where a device has less, no more where it has more."""
 IN_PRODUCTS, IN_16_BITS = 0.0, 0.6
 """Gradients added up by the epilogue of the product that makes them, or in 16 bits: 6 bytes for each instead of 10."""
 
 MEGATRON_DEEPSPEED = Framework(overlaps=False, sequence_parallel=False, expandable=False, bucket_elements=5 * 10**8,
-                               dropped=True, joined=True, score_passes=FUSED_SOFTMAX, adding=IN_16_BITS)
-MEGATRON_CORE = Framework(expandable=False, joined=True, adding=IN_PRODUCTS, gates_fused=True)
+                               dropped=True, joined=True, score_passes=FUSED_SOFTMAX, adding=IN_16_BITS, lazy=False,
+                               groups=True)
+MEGATRON_CORE = Framework(expandable=False, joined=True, groups=True, adding=IN_PRODUCTS, gates_fused=True)
 NEMO = MEGATRON_CORE._replace(hides_tensor=True)
 TENSORFLOW = (10.0, 8)
 """NVIDIA's BERT for TensorFlow looks at every variable's gradient in each micro-batch: unscale (2), all finite (1),
@@ -121,13 +149,14 @@ EAGER_LLAMA = Framework(norm_passes=EAGER_RMSNORM, rotated=EAGER_ROTATION)
 HUGGING_FACE = Framework(dropped=True, score_passes=EAGER_SOFTMAX, copied=2.0, dropout=2.25)
 FRAMEWORKS: dict[str, Framework] = {
     "bigscience": MEGATRON_DEEPSPEED, "bsv100": MEGATRON_DEEPSPEED, "vtrain": MEGATRON_DEEPSPEED,
-    "sailor": MEGATRON_DEEPSPEED._replace(dropped=False, score_passes=SCALED_SOFTMAX, adding=1.0),
+    "sailor": MEGATRON_DEEPSPEED._replace(dropped=False, score_passes=SCALED_SOFTMAX, adding=1.0, lazy=True),
     "megatron": Framework(expandable=False, dropped=True, joined=True, score_passes=FUSED_SOFTMAX, adding=IN_16_BITS),
     "simumax": MEGATRON_CORE._replace(overlaps=False, counted="allocated"),
     "dgxc": NEMO, "nemo": NEMO, "mbridge": NEMO._replace(loss_bytes=ONLINE_LOSS),
     "llmfoundry": Framework(copies_weights=False, joined=True, flash=1),
-    "torchtitan": EAGER_LLAMA._replace(copies_weights=False, counted="reserved", flash=2, saves_narrow=False),
-    "nanotron": Framework(expandable=False, both_gradients=True, joined=True, flash=2),
+    "torchtitan": EAGER_LLAMA._replace(copies_weights=False, counted="reserved", flash=2, saves_narrow=False,
+                                       logit_bytes=FP32_LOGITS),
+    "nanotron": Framework(expandable=False, both_gradients=True, joined=True, flash=2, counted="reserved"),
     "neusight": HUGGING_FACE, "lambda": HUGGING_FACE, "dle": HUGGING_FACE,
     "finetune": EAGER_LLAMA._replace(optimizer="foreach"),
 }
@@ -161,6 +190,26 @@ def of(source: str, dtype: str = "", settings: str = "") -> Framework:
     return found._replace(optimizer="loop") if looping and dtype not in ("fp16", "bf16") else found
 
 
+def tuned(framework: Framework, owner: str, model: str, settings: str, *, alone: bool) -> Framework:
+    """That of a script for fine-tuning, by the owner of its code; `alone` on one GPU.
+
+    Both litgpt and torchtune print what torch has allocated. litgpt takes logits and loss in pieces of 128 tokens;
+    torchtune takes its loss in chunks, unless the row says that this is not yet on, and fuses its optimizer.
+    """
+    is_lora = "LoRA" in f"{settings} {model}"
+    found = framework._replace(pure=not model.startswith("Qwen") or (is_lora and alone))
+    if owner in ("QwenLM", "AnswerDotAI"):
+        found = found._replace(joined=model.startswith("Qwen"), logit_bytes=SHIFTED_LOGITS,
+                               copies_trained=is_lora and "embeddings trained" in settings)
+    elif owner == "Lightning-AI":
+        found = found._replace(counted="allocated", logit_bytes=CHUNKED_LOSS, whole_gradients=is_lora)
+    elif owner == "pytorch":
+        whole = COMPILED_LOSS if "compile" in settings else FP32_LOGITS
+        chunked = "baseline" not in settings or "chunked" in settings
+        found = found._replace(counted="allocated", optimizer="fused", logit_bytes=CHUNKED_LOSS if chunked else whole)
+    return found
+
+
 def rewritten(model: Model, job: Job, device: Device, framework: Framework) -> Model:
     """The model with the operators that the framework runs, and what they save."""
     blocks: dict[str, Block] = {}
@@ -183,6 +232,12 @@ def rewritten(model: Model, job: Job, device: Device, framework: Framework) -> M
             ops = [_longer(op, ("add1", "add2"), (framework.dropout, framework.dropout)) for op in ops]
             saved = tuple(_with_masks(s) if framework.dropped else s for s in block.saved
                           if not (framework.gates_fused and s.name.endswith(".activated_out")))
+            if not framework.sequence_parallel:
+                saved = tuple(s.replace(size=s.size * T) if s.name in _SHARDED else s for s in saved)
+            if framework.norm_passes and job.bytes.compute_bytes == 2 and "norm1.bias" not in names:
+                saved = tuple(part for s in saved for part in _cast(s))
+            if framework.saves_products:
+                saved = tuple(_with_products(saved, framework))
             if job.products and not framework.saves_narrow:
                 saved = tuple(s.replace(bytes_per_element=job.bytes.compute_bytes) if s.bytes_per_element is None else s
                               for s in saved)
@@ -191,6 +246,30 @@ def rewritten(model: Model, job: Job, device: Device, framework: Framework) -> M
                 workspace = framework.logit_bytes / Framework().logit_bytes * workspace
             blocks[block.kind] = block.replace(ops=tuple(ops), saved=saved, workspace=workspace)
     return model.replace(blocks=tuple(blocks[b.kind].replace(name=b.name) for b in model.blocks))
+
+
+_SHARDED = ("input", "norm1.statistics", "norm2.input", "norm2.statistics", "norm.statistics")
+"""What is kept between the products: without sequence parallelism every rank has all of it."""
+_PRODUCTS = ("attention.q", "attention.v", "mlp.gate_out", "attention.out", "attention.logsumexp")
+"""What torchtitan's selective recomputation keeps that backward needs: every second product of q, k, v, output, gate,
+up and down, and attention."""
+
+
+def _cast(saved: Saved) -> list[Saved]:
+    """RMSNorm as elementwise kernels keeps its input in fp32; that of the first is the layer's, in 16 bits."""
+    if saved.name == "input":
+        return [saved, saved.replace(name="norm1.cast", until="selective", bytes_per_element=2)]
+    return [saved.replace(bytes_per_element=4)] if saved.name == "norm2.input" and saved.device != "cpu" else [saved]
+
+
+def _with_products(saved: Iterable[Saved], framework: Framework) -> Iterator[Saved]:
+    """What is kept in mode `selective` as selective recomputation by operator would."""
+    for one in saved:
+        if one.until != "full":
+            one = one.replace(until="selective" if one.name in _PRODUCTS else "none")
+        yield one
+        if one.name == "norm2.input" and one.device != "cpu" and framework.saves_products == "all":
+            yield one.replace(name="mlp.out", until="selective", bytes_per_element=None)
 
 
 def _with_masks(saved: Saved) -> Saved:
@@ -313,58 +392,84 @@ def hidden_s(record: trace.Trace) -> float:
 
 
 def allocated_bytes(use: DeviceUse, plan: Plan, job: Job, framework: Framework) -> int:
-    """Bytes of tensors at the peak of a device.
-
-    Of the 34 bytes per element of a layer's activations 10 are outside the products, and eager attention keeps
-    5 heads * seq_len / hidden more inside (Korthikanti et al., 2022); under full recomputation only the layer's input
-    is kept, which is all outside.
-    """
+    """Bytes of tensors at the peak of a device, of which the simulation follows those of the runtime."""
     held = {name: n for name, n in use.breakdown.items() if name not in ("framework", "allocator")}
-    stage = plan.pipelines[use.pipeline].stages[use.stage]
-    tensor, sizes = stage.tensor, job.bytes
+    stage, sizes = plan.pipelines[use.pipeline].stages[use.stage], job.bytes
+    weights, sharded = held.get("weights", 0), plan.sharding.optimizer > 1
     if framework.pure and sizes.master_bytes:
         held["master"] = 0
         held["moments"] = held.get("moments", 0) // 2
         for name in ("gradients", "gradient buffers"):
             held[name] = held.get(name, 0) * sizes.weight_bytes // sizes.gradient_bytes
         held["optimizer temporaries"] = 0
+    state = sum(held.get(name, 0) for name in ("weights", "gradients", "master", "moments"))
     allocated = sum(held.values())
-    if not framework.sequence_parallel:
-        scores = 5 * job.model.heads * job.seq_len / job.model.hidden
-        layer = (10 * tensor + 24 + scores) / (34 + scores)
-        kept = tensor if "full" in stage.modes.values() else layer
-        layers = held.get("activations", 0) - _head_bytes(stage, plan.pipelines[use.pipeline], job)
-        allocated += round(max(0, layers) * (kept - 1) + held.get("recomputed", 0) * (layer - 1))
+    if framework.optimizer == "foreach":  # the root of the second moments
+        allocated = max(allocated, state + held.get("moments", 0) // max(1, job.optimizer.moments))
+    if framework.copies_trained:
+        frozen = set(job.frozen)
+        allocated += sum(p.count for b in stage.held for p in job.model.blocks[b].params if ".lora_" not in p.name
+                         and not p.tied and f"{job.model.blocks[b].name}/{p.name}" not in frozen) * sizes.weight_bytes
     if not framework.copies_weights and sizes.master_bytes:
-        allocated -= held.get("weights", 0)
-    if plan.sharding.optimizer > 1:
-        elements = min(framework.bucket_elements, held.get("weights", 0) // sizes.weight_bytes)
-        allocated += elements * sizes.compute_bytes
-    # DeepSpeed's bf16 optimizer keeps both; in fp16 it makes fp32 ones of its own part for the step.
-    deepspeed = framework.bucket_elements and (job.precision == "bf16" or plan.sharding.optimizer == 1)
-    if sizes.master_bytes and (framework.both_gradients or deepspeed):
-        allocated += held.get("weights", 0)
-    return allocated
+        allocated -= weights
+    if framework.whole_gradients and plan.sharding.gradients > 1 and job.frozen:
+        allocated += sum(p.count for b in stage.held for p in job.model.blocks[b].params
+                         if not p.tied) // stage.tensor * sizes.weight_bytes
+    if not framework.bucket_elements and framework.both_gradients and sizes.master_bytes:
+        allocated += weights
+    if not framework.bucket_elements or not sizes.master_bytes:
+        return allocated + _bucket(plan, job, framework, weights)
+    # DeepSpeed: gradients of 16 bits are added up as such or sharded; only its bf16 optimizer has fp32 ones as well.
+    gradients, buffers = held.get("gradients", 0), held.get("gradient buffers", 0)
+    narrow = gradients * sizes.compute_bytes // sizes.gradient_bytes
+    if plan.sharding.gradients > 1:
+        allocated += narrow - gradients + min(0, framework.bucket_elements * sizes.compute_bytes - buffers)
+    elif job.precision == "fp16" and sharded:  # and it makes those of its own part, of 16 bits and fp32, for the step
+        own = held.get("master", 0) // sizes.master_bytes
+        allocated += narrow - gradients + own * (sizes.compute_bytes + sizes.master_bytes)
+    else:
+        allocated += weights
+    return allocated + _bucket(plan, job, framework, weights)
 
 
-def _head_bytes(stage: Stage, pipe: Pipeline, job: Job) -> float:
-    """Bytes that one micro-batch keeps of the head, if the stage holds it: its logits are sharded in any case."""
-    if not stage.holds(len(job.model.blocks) - 1):
-        return 0.0
-    shape = (pipe.micro_batch, job.seq_len // pipe.context, stage.tensor)
-    return sum(s.size.at(*shape) * s.element_bytes(job.bytes.compute_bytes) for s in job.model.blocks[-1].saved
-               if s.held("gpu", fused=True))
+def _bucket(plan: Plan, job: Job, framework: Framework, weights: int) -> int:
+    """Bytes of the buffer through which gradients are reduced: of 16 bits where these are."""
+    if len(plan.replicas) == 1:
+        return 0
+    narrow = plan.sharding.gradients > 1 or (job.precision == "fp16" and plan.sharding.optimizer > 1)
+    each = job.bytes.compute_bytes if narrow else job.bytes.gradient_bytes
+    return min(framework.bucket_elements, weights // job.bytes.weight_bytes) * each
 
 
-def peak_bytes(use: DeviceUse, plan: Plan, job: Job, framework: Framework) -> int:
+def peak_bytes(use: DeviceUse, plan: Plan, job: Job, device: Device, framework: Framework) -> int:
     """Peak of a device as the source counts it."""
     allocated = allocated_bytes(use, plan, job, framework)
     if framework.counted == "allocated":
         return allocated
-    outside = use.breakdown.get("framework", 0)
-    tensors = sum(use.breakdown.values()) - outside
+    inside = use.breakdown.get("framework", 0)
+    tensors = sum(use.breakdown.values()) - inside
     factor = tensors / max(1, tensors - use.breakdown.get("allocator", 0)) if framework.expandable else UNEXPANDED
-    return round(allocated * factor) + (outside if framework.counted == "used" else 0)
+    reserved = round((allocated + (0 if framework.expandable else _table_bytes(use, plan, job))) * factor)
+    return reserved + (_outside_bytes(use, plan, device, framework) if framework.counted == "used" else 0)
+
+
+def _table_bytes(use: DeviceUse, plan: Plan, job: Job) -> int:
+    """Bytes of the gradient of an embedding, which each micro-batch makes anew before it is added up: larger than any
+    tensor that is free by then, so the allocator takes more memory for it unless its segments can grow."""
+    pipe = plan.pipelines[use.pipeline]
+    if use.stage or len(pipe.micro_batches) == 1 or f"{job.model.blocks[0].name}/tokens.weight" in job.frozen:
+        return 0
+    return (max(p.count for p in job.model.blocks[0].params) // pipe.stages[0].tensor) * job.bytes.compute_bytes
+
+
+def _outside_bytes(use: DeviceUse, plan: Plan, device: Device, framework: Framework) -> int:
+    """Bytes of the context and the communicators, as the driver counts them."""
+    stages = plan.pipelines[use.pipeline].stages
+    context, each = CONTEXT_BYTES["gpu"], COMMUNICATOR_BYTES["gpu"]
+    groups = (use.breakdown.get("framework", context) - context) // each
+    groups += framework.groups and stages[use.stage].tensor * len(stages) > 1
+    linked = round(NVLINK_BYTES * min(1.0, device.link_Bps / NVLINK_FULL_BPS))
+    return context + (0 if framework.lazy else KERNELS_BYTES) + groups * max(each, linked)
 
 
 def lacks_bytes(use: DeviceUse, plan: Plan, job: Job, framework: Framework) -> int:

@@ -85,13 +85,14 @@ PACKED_TOKENS = 200
 have about so many tokens: 117 words of context and 11 of a question (Rajpurkar et al., 2016)."""
 MASKED = 20 / 128
 """Part of the positions that the head of BERT's pretraining sees: 20 of 128, 80 of 512 (Devlin et al., 2019)."""
-ASSUMED_RANK = 16
-"""Of LoRA, where not stated."""
+ASSUMED_RANK, RANK_BY = 16, {"QwenLM": 64, "Lightning-AI": 8}
+"""Of LoRA, where not stated; and what the scripts of an owner of code have by default."""
 ADAPTED = ("attention.q", "attention.k", "attention.v", "attention.o", "mlp.gate", "mlp.up", "mlp.down")
 ADAPTED_BY = dict.fromkeys(("dgxc", "nemo", "mbridge"), ADAPTED[:3])
-ADAPTED_BY_QWEN = ("attention.q", "attention.o", "mlp.gate", "mlp.up")
-"""Products that LoRA adapts, those of NeMo's recipes, and those of Qwen's scripts (c_attn, which is q, k and v, the
-output, w1 and w2)."""
+ADAPTED_BY_QWEN = ("attention.q", "attention.o", "mlp.gate", "mlp.up", "mlp.down")
+ADAPTED_BY_LITGPT = ("attention.q", "attention.v")
+"""Products that LoRA adapts, those of NeMo's recipes, those of Qwen's scripts (c_attn, which is q, k and v, both
+c_proj, w1 and w2), and those of litgpt's."""
 NARROW: dict[str, ProductsName] = {"fp8": "fp8", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}
 """Types of the layers' products in runs that keep all else in bf16."""
 SCALED_AT_ONCE = ("mbridge", "torchtitan")
@@ -157,9 +158,10 @@ class Case(NamedTuple):
     peak_bytes: float | None
     where: dict[str, int]
     """Row of the file for `step` and `memory`, from 0."""
-    recompute: Literal["as planned", "as needed", "half"] = "as planned"
-    """Where the row states none, as few layers as let the run fit, which it did; `half` is every second layer or
-    product. Both lie between the plan, which recomputes nothing, and the same with all recomputed."""
+    recompute: Literal["as planned", "as needed", "half", "products"] = "as planned"
+    """Where the row states none, as few layers as let the run fit, which it did; `half` is every second layer, and
+    `products` every second product. All lie between the plan, which recomputes nothing, and the same with all
+    recomputed; which bytes `products` keeps, the framework says."""
     framework: Framework = Framework()
 
 
@@ -208,10 +210,13 @@ def case_of(run: str, metrics: Mapping[str, tuple[int, dict[str, str]]]) -> Case
     settings, framework = row.get("other_settings", ""), frameworks.of(source, dtype, row.get("other_settings", ""))
     if source == "neusight" and row["model"].startswith("GPT"):
         framework = framework._replace(joined=True, activation_passes=frameworks.NEW_GELU)
-    if source == "finetune" and not row["model"].startswith("Qwen"):
-        framework = framework._replace(pure=True)
-    if re.match(r"QwenLM|AnswerDotAI", row.get("source", "")):
-        framework = framework._replace(joined=row["model"].startswith("Qwen"), logit_bytes=frameworks.SHIFTED_LOGITS)
+    owner = row.get("source", "").partition("/")[0]
+    if source == "finetune":
+        framework = frameworks.tuned(framework, owner, row["model"], settings, alone=row["num_gpus"] == "1")
+    if source == "torchtitan" and _count(row, "tp") > 1:
+        framework = framework._replace(logit_bytes=frameworks.FP32_LOGITS_SHARDED)
+    if source == "torchtitan" and framework.gates_fused and _number(row, "year", 0) >= frameworks.LOSS_COMPILED_SINCE:
+        framework = framework._replace(logit_bytes=frameworks.COMPILED_LOSS)
     job = Job(name=run, model=model, seq_len=model.max_seq_len, global_batch=_count(row, "global_batch"),
               precision=dtype, attention="eager" if source in EAGER else "auto",  # type: ignore[arg-type]
               gradient_precision="bf16" if "mp_mode=PURE" in settings else "",
@@ -220,12 +225,13 @@ def case_of(run: str, metrics: Mapping[str, tuple[int, dict[str, str]]]) -> Case
     if row.get("source", "").startswith("QwenLM"):
         zero = 2 if is_lora else 3  # its scripts' DeepSpeed configurations
         if not is_lora:
-            framework = framework._replace(both_gradients=True, bucket_elements=5 * 10**8)
+            framework = framework._replace(both_gradients=True, bucket_elements=5 * 10**8, pure=False)
     plan = plan_of(row, len(model.blocks), zero=zero)
     if is_lora:
         stated = re.search(r"LoRA rank (\d+)", settings)
-        names = ADAPTED_BY_QWEN if row["model"].startswith("Qwen-") else ADAPTED_BY.get(source, ADAPTED)
-        whole = adapted(model, int(stated[1]) if stated else ASSUMED_RANK, names)
+        names = (ADAPTED_BY_QWEN if row["model"].startswith("Qwen-") else ADAPTED_BY_LITGPT if owner == "Lightning-AI"
+                 else ADAPTED_BY.get(source, ADAPTED))
+        whole = adapted(model, int(stated[1]) if stated else RANK_BY.get(owner, ASSUMED_RANK), names)
         job = job.replace(model=whole, frozen=unadapted(whole, is_rest_trained="embeddings trained" in settings))
     if source in PACKED and re.search(r"fine-tuning|\bSFT\b|LoRA", settings):
         job = job.replace(model=packed(job.model, max(1, job.seq_len // PACKED_TOKENS)))
@@ -241,15 +247,20 @@ def case_of(run: str, metrics: Mapping[str, tuple[int, dict[str, str]]]) -> Case
         where["memory"] = peak[0]
     if not where:
         raise Inexpressible(f"metric {' and '.join(metrics)} has no conversion")
+    stated_recompute = _recompute(row)
+    part: Literal["as planned", "as needed", "half", "products"] = (
+        "as needed" if not stated_recompute else "products" if stated_recompute == "selective (op)"
+        else "half" if "(" in stated_recompute else "as planned")
     return Case(run, source, row["gpu"], plan, job, cluster, step and step[1],
-                _number(peak[1], "value") * GiB if peak else None, where,
-                "as needed" if not _recompute(row) else "half" if "(" in _recompute(row) else "as planned",
-                framework)
+                _number(peak[1], "value") * GiB if peak else None, where, part, framework)
 
 
 def _refuse(row: dict[str, str]) -> None:
     """What the model, job or plan language lacks."""
     settings, model = row.get("other_settings", ""), row["model"]
+    if ("torchtune" in row.get("source", "") and settings.startswith("full fine-tune") and row["num_gpus"] == "1"
+            and "AdamW" not in settings):
+        raise Inexpressible("8-bit optimizer state")  # its recipes for one GPU
     for word in _WORDS:
         if word in settings:
             raise Inexpressible(f"the table says: {word}")
@@ -319,20 +330,35 @@ def _figures(row: dict[str, str], source: str) -> dict[str, Any]:
     found = {"layers": _count(row, "layers"), "hidden": hidden, "heads": heads, "ffn": ffn,
              "max_seq_len": _count(row, "seq_len", squad), "vocab": _count(row, "vocab", ASSUMED_VOCAB.get(source)),
              "style": "llama" if named or ffn < 4 * hidden else "gpt"}
-    return found | {"kv_heads": _count(row, "kv_heads", _kv_heads(row, found))}
+    kv_heads = _count(row, "kv_heads", _kv_heads(row, found))
+    off, rounding = _off(row, found)
+    one, two = (off(kv_heads, n) for n in (1, 2))
+    tied = {"tied": True} if named and one < KV_FITS + rounding and two > KV_CLEARLY + rounding else {}
+    return found | {"kv_heads": kv_heads} | tied
+
+
+def _off(row: dict[str, str], figures: Mapping[str, Any]) -> tuple[Callable[[int, int], float], float]:
+    """How far the parameters of a model with so many key heads and tables of words (one if they are tied) are from what
+    the row states, as a part; and how far rounding alone may put that, 0 where nothing is stated."""
+    heads, hidden, layers = (int(figures[x]) for x in ("heads", "hidden", "layers"))
+    ffn, ends = float(figures["ffn"]), float(figures["vocab"]) * hidden
+    text, stated = row.get("params_b", ""), _number(row, "params_b", 0) * 1e9
+    rounding = 0.5 * 10.0 ** -len(text.partition(".")[2]) * 1e9 / stated if stated else 0.0
+
+    def off(kv: int, tables: int) -> float:
+        layer = (2 + 2 * kv / heads) * hidden**2 + (3 if figures["style"] == "llama" else 2) * hidden * ffn
+        return abs((layers * layer + tables * ends) / stated - 1) if stated else 0.0
+
+    return off, rounding
 
 
 def _kv_heads(row: dict[str, str], figures: Mapping[str, Any]) -> int:
     """Where not stated, what the stated number of parameters says, if it is clearly not one for each query head."""
-    heads, hidden, layers = (int(figures[x]) for x in ("heads", "hidden", "layers"))
-    ffn, ends, tensor = float(figures["ffn"]), float(figures["vocab"]) * hidden, _count(row, "tp", 1)
-    text = row.get("params_b", "")
-    stated = _number(row, "params_b", 0) * 1e9
-    rounding = 0.5 * 10.0 ** -len(text.partition(".")[2]) * 1e9 / stated if stated else 0.0
+    heads, tensor, stated = int(figures["heads"]), _count(row, "tp", 1), row.get("params_b", "")
+    each, rounding = _off(row, figures)
 
     def off(kv: int) -> float:
-        layer = (2 + 2 * kv / heads) * hidden**2 + (3 if figures["style"] == "llama" else 2) * hidden * ffn
-        return min(abs((layers * layer + n * ends) / stated - 1) for n in (1, 2))
+        return min(each(kv, tables) for tables in (1, 2))
 
     counts = [n for n in range(tensor, heads + 1, tensor) if heads % n == 0]
     if not stated or off(heads) < KV_CLEARLY + rounding or not counts:
@@ -530,9 +556,13 @@ def plan_of(row: dict[str, str], blocks: int, *, zero: int = 0) -> Plan:
 
 
 def _recompute(row: dict[str, str]) -> str:
-    """What the row states, if only among its settings. Qwen's own scripts for fine-tuning switch checkpointing on."""
+    """What the row states, if only among its settings. Qwen's scripts for fine-tuning switch checkpointing on, as do
+    torchtune's recipes, and litgpt's on several GPUs."""
     named = re.search(r"\(\d+, (selective) (op)\)", row.get("other_settings", ""))
-    checkpointing = "full" if "QwenLM" in row.get("source", "") else ""
+    owner = row.get("source", "").partition("/")[0]
+    tuned = "QwenLM" in owner or "torchtune" in row.get("source", "") or (
+        owner == "Lightning-AI" and row["num_gpus"] != "1")
+    checkpointing = "full" if tuned else ""
     return row.get("recompute") or (f"{named[1]} ({named[2]})" if named else checkpointing)
 
 
@@ -616,15 +646,20 @@ class Score(NamedTuple):
 def score(case: Case) -> Score:
     """Predicts one run, with what its framework does otherwise."""
     plain = _score(case)
-    if case.recompute != "half" and (case.recompute != "as needed" or plain.fits):
+    if case.recompute == "as planned" or (case.recompute == "as needed" and plain.fits):
         return plain
-    whole = _score(case._replace(plan=_recomputing(case.plan, len(case.job.model.blocks))))
+    blocks = len(case.job.model.blocks)
+    whole = _score(case._replace(plan=_recomputing(case.plan, blocks)))
     part = 0.5
     if case.recompute == "as needed":
         part = min(1.0, plain.lacks_bytes / max(1, plain.lacks_bytes - whole.lacks_bytes))
     step_s, ceiling_s, peak, lacks = (a + part * (b - a) for a, b in (
         (plain.step_s, whole.step_s), (plain.ceiling_s, whole.ceiling_s), (plain.peak_bytes, whole.peak_bytes),
         (plain.lacks_bytes, whole.lacks_bytes)))
+    if case.recompute == "products":
+        saving = case.framework._replace(saves_products="needed" if case.framework.gates_fused else "all")
+        kept = _score(case._replace(plan=_recomputing(case.plan, blocks, "selective"), framework=saving))
+        return Score(case, step_s, kept.peak_bytes, ceiling_s, whole.bound, kept.lacks_bytes)
     return Score(case, step_s, round(peak), ceiling_s, whole.bound, min(round(lacks), whole.lacks_bytes)
                  if case.recompute == "as needed" else round(lacks))
 
@@ -642,7 +677,7 @@ def _score(case: Case) -> Score:
     job = case.job.replace(model=frameworks.rewritten(case.job.model, case.job, device, framework))
     found = predict(plan, job, case.cluster, sent=False, trace=not framework.overlaps)
     return Score(case, frameworks.step_s(found, plan, job, device, framework),
-                 max(frameworks.peak_bytes(use, plan, job, framework) for use in found.devices),
+                 max(frameworks.peak_bytes(use, plan, job, device, framework) for use in found.devices),
                  found.step_s * found.hfu, found.bound.partition(" (")[0],
                  max(frameworks.lacks_bytes(use, plan, job, framework) for use in found.devices))
 
