@@ -557,7 +557,8 @@ NEIGHBOURED = {
 }
 
 
-@pytest.mark.parametrize("case", NEIGHBOURED)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] if case == "fast beside slow" else [])
+                                  for case in NEIGHBOURED])
 def test_no_single_change_improves_what_is_found(case):
     work, where = NEIGHBOURED[case]
     best = find(work, where, limits=Limits(devices=1)).best
@@ -568,6 +569,7 @@ def test_no_single_change_improves_what_is_found(case):
     assert best.prediction.step_s <= times[0][0] * 1.002, times[0][2]
 
 
+@pytest.mark.slow
 def test_virtual_workers_are_proposed_where_steps_may_be_late_and_why_says_what_for():
     """Behind a slow link the exchange of a wave goes on beside the next one, if a worker may be one wave ahead. Where
     updates do not add up (AdamW) there are no such workers."""
