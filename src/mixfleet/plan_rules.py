@@ -278,9 +278,6 @@ def _wrong_offload(stage: Stage, plan: Plan, cluster: Cluster, where: str) -> It
         return
     if len(set(stage.offload)) < len(stage.offload):
         yield f"{where}.offload names {stage.offload[0]} twice"
-    if "weights" in stage.offload and plan.sharding.weights > 1:
-        yield (f"{where}.offload has weights, but sharding.weights is {plan.sharding.weights}: they come either from "
-               "the host or from the other replicas. Take sharding.weights 1, or leave weights out of `offload`")
     for rank in stage.devices:
         device, node = cluster.devices[rank], cluster.nodes[cluster.node_of[rank]]
         if device.kind == "gpu" and not device.pcie_Bps:

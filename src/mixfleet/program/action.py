@@ -55,7 +55,8 @@ class Action(NamedTuple):
     N    norm of the whole gradient (all ranks), for clipping and scaling
     S    optimizer step of the owned piece of unit `lo`
     P    hand the updated weights of unit `lo` from the optimizer owners to those who hold them
-    LW   load the weights of unit `lo` from host memory;  XW free what was loaded;  EW write them back, updated
+    LW   load the weights of unit `lo` from host memory, of sharded ones the own piece, to gather from;  XW free what
+         was loaded;  EW write them back, updated
     LO   load the optimizer's state of the owned piece of unit `lo`;  EO write it back;  XO free it
     LG   load the gradient of unit `lo`, summed so far, before backward (or hop 1) of `mb` adds to it; EG write it back;
          XG free it. Without `mb`: the whole gradient of the owned piece, all micro-batches and replicas in it
@@ -248,9 +249,9 @@ def effects(action: Action, layout: Layout, units: tuple[int, ...]) -> tuple[lis
         STEP: ([("own", lo, 0), ("banked", lo, 0), ("scale", 0, 0), ("state", lo, 0)],
                [("opt", lo, 0), (home, lo, 0), ("state", lo, 0), ("home", lo, 0)]),
         LOAD_UPDATED: ([("opt", lo, 0)], [("opt", lo, 0), (home, lo, 0)]),
-        LOAD_WEIGHTS: ([("home", lo, 0)], [("w", lo, 0)]),
-        SAVE_WEIGHTS: ([("w", lo, 0)], [("home", lo, 0)]),
-        FREE_WEIGHTS: ([], [("w", lo, 0)]),
+        LOAD_WEIGHTS: ([("home", lo, 0)], [(home, lo, 0)]),
+        SAVE_WEIGHTS: ([(home, lo, 0)], [("home", lo, 0)]),
+        FREE_WEIGHTS: ([], [(home, lo, 0)]),
         LOAD_STATE: ([("away", lo, 0)], [("state", lo, 0)]),
         SAVE_STATE: ([("state", lo, 0)], [("away", lo, 0)]),
         FREE_STATE: ([], [("state", lo, 0)]),

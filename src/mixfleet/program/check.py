@@ -91,6 +91,7 @@ def _role_problems(role: Role, plan: Plan, layout: Layout) -> Iterator[str]:
     seen: set[tuple[str, int, int]] = set()
     held: set[int] = set()
     state: set[int] = set()
+    pieces = set[int]() if layout.needed(GATHER, units[0]) else held
     versions = _Versions()
     rounds = plan.schedule == "roundpipe"
     loads = "weights" in pipeline.stages[role.stage].offload
@@ -103,13 +104,17 @@ def _role_problems(role: Role, plan: Plan, layout: Layout) -> Iterator[str]:
         if gradients and (text := gradients.wrong(a, hosted=pipeline.stages[role.stage].hosted)):
             yield f"{here}: {text}"
         if a.op in (GATHER, LOAD_WEIGHTS):
-            if a.lo in held:
+            mine = held if a.op == GATHER else pieces
+            if a.lo in mine:
                 yield f"{here}: the weights are here already"
-            held.add(a.lo)
+            if a.op == GATHER and loads and a.lo not in pieces:
+                yield f"{here}: the piece of this rank is in host memory"
+            mine.add(a.lo)
         elif a.op in (RELEASE, FREE_WEIGHTS):
-            if a.lo not in held:
+            mine = held if a.op == RELEASE else pieces
+            if a.lo not in mine:
                 yield f"{here}: the weights are not here"
-            held.discard(a.lo)
+            mine.discard(a.lo)
         elif a.op in (PARK_SAVED, LOAD_SAVED, PASS_SAVED):
             if (F, a.lo, a.mb) not in seen:
                 yield f"{here}: its forward has saved nothing yet"
@@ -130,7 +135,7 @@ def _role_problems(role: Role, plan: Plan, layout: Layout) -> Iterator[str]:
             seen.add((a.op, a.lo, a.mb))
         elif a.op in (STEP, SAVE_WEIGHTS, SAVE_STATE):
             needs = layout.loads_for_step(a.lo, away)
-            if ("weights" in needs and a.op != SAVE_STATE and a.lo not in held) or (
+            if ("weights" in needs and a.op != SAVE_STATE and a.lo not in pieces) or (
                     "optimizer" in needs and a.op != SAVE_WEIGHTS and a.lo not in state):
                 yield f"{here}: what it works on is in host memory"
             if a.op == STEP and (text := versions.wrong(STEP, a.lo, a.mb)):

@@ -111,10 +111,11 @@ def _seat(actions: Actions, plan: Plan, layout: Layout, pipeline: int, stage: in
     actions = _split_blocks(actions, layout, units, loads=loads, apart=bool(parked) or "gradients" in away)
     if parked:
         actions = _park(actions, frozenset(b for b in parked if b >= layout.floor), plan.sharding.prefetch)
-    if loads:
-        actions = _bring_weights(actions, layout, plan.sharding.prefetch, LOAD_WEIGHTS, FREE_WEIGHTS)
-    elif layout.needed(GATHER, units[0]):
-        actions = _bring_weights(actions, layout, plan.sharding.prefetch, GATHER, RELEASE)
+    if layout.needed(GATHER, units[0]):
+        bring = (LOAD_WEIGHTS, GATHER, FREE_WEIGHTS) if loads else (GATHER,)
+        actions = _bring_weights(actions, layout, plan.sharding.prefetch, bring, RELEASE)
+    elif loads:
+        actions = _bring_weights(actions, layout, plan.sharding.prefetch, (LOAD_WEIGHTS,), FREE_WEIGHTS)
     return _reduce_gradients(actions, layout, units, layered=layered)
 
 
@@ -362,9 +363,10 @@ def _bank(actions: Actions, layout: Layout, units: tuple[int, ...], seat: int, p
     return [b for i, a in enumerate(actions) for b in (*before.get(i, ()), a, *behind.get(i, ()))]
 
 
-def _bring_weights(actions: Actions, layout: Layout, prefetch: int, bring: str, free: str) -> Actions:
+def _bring_weights(actions: Actions, layout: Layout, prefetch: int, bring: tuple[str, ...], free: str
+                   ) -> Actions:
     """Weights that are not here: gather (ZeRO-3, FSDP) or load them before use, `prefetch` blocks ahead, and free them
-    after it.
+    after it. Where pieces lie in host memory, the own one is loaded, gathered from and freed.
 
     The stream keeps its order, so a gather that stands behind a release waits for it: that bounds memory. A unit that
     the next use needs again is kept. Weight halves of a backward need no weights.
@@ -388,7 +390,7 @@ def _bring_weights(actions: Actions, layout: Layout, prefetch: int, bring: str, 
             continue
         while issued < min(n + prefetch + 1, len(uses)):
             fresh = [u for u in uses[issued] if u not in held]
-            out += [Action(bring, u, u + 1) for u in fresh]
+            out += [Action(op, u, u + 1) for u in fresh for op in bring]
             held.update(fresh)
             issued += 1
         out.append(action)

@@ -626,6 +626,8 @@ class Interpreter:
         steps, summing = self._exchanges[op, action.lo].steps(), unit.banked and op == REDUCE
         if summing:
             steps = unit.summing(steps)
+        if op == GATHER and "weights" in unit.paged:
+            steps, summing = unit.gathering(steps), True
         # Earlier tasks on these buffers are on the same stream: the messages may have to wait there for their turn.
         task = self.fabric.run(stream, steps, str(action), category,
                                post=not summing and source.idle and (op == REDUCE or target.idle))
@@ -670,7 +672,10 @@ class Interpreter:
         what, stream = _PAGES[action.op]
         unit = self._paged(action.lo)
         if not stream:
-            unit.free(what)
+            if what == "weights" and isinstance(unit, Unit) and unit.lent:
+                unit.lent = False
+            else:
+                unit.free(what)
             return
         for flat, _ in unit.paged[what]:
             flat.wait()

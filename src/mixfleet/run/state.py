@@ -123,7 +123,7 @@ class Unit(Paged):
         homes = [at_home(flat) for flat in self.banks]
         self._homes = {id(flat.data): home for flat, home in zip(self.banks, homes)}
         if "weights" in stage.offload:
-            self._homes[id(self.compute.data)] = at_home(self.compute)
+            self._homes[id(self.weights.data)] = at_home(self.weights)
         self._made = Flat.packed(owned, numbers.compute, host) if layout.fetches_updated(index, stage.offload) \
             and self.hosted else None
         """What the host has made of the owned weights, for the device to load."""
@@ -164,7 +164,9 @@ class Unit(Paged):
         """The sum of squares of the counted gradient, taken before it went to the host."""
         self.paged = {}
         if "weights" in stage.offload:
-            self.paged["weights"] = [(self.compute, self._homes[id(self.compute.data)])]
+            self.paged["weights"] = [(self.weights, self._homes[id(self.weights.data)])]
+        self.lent = False
+        """Whether the piece that lies in host memory was loaded to gather from, and frees its place by that."""
         if "optimizer" in stage.offload and not self.hosted:
             moments = [Flat((), data) for data in self.optimizer.state.values()]
             self.paged["optimizer"] = [(flat, at_home(flat))
@@ -262,6 +264,17 @@ class Unit(Paged):
             self.acc.restore()
             self.acc.data.zero_()
         yield from steps
+
+    def gathering(self, steps: Steps) -> Steps:
+        """A gather from a piece that is on its way from the host, and whose place is free then."""
+        self.lent = True
+        before = () if self.weights.task is None else (self.weights.task,)
+
+        def gathered() -> Steps:
+            yield before
+            yield from steps
+            self.weights.drop()
+        return gathered()
 
     def fetch(self) -> Iterator[tuple[()]]:
         """Load the owned weights that the host has made, as a transfer."""

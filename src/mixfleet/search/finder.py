@@ -463,8 +463,7 @@ class Search:
         """Where nothing fits: the plans that lack least, with optimizer state, gradients and weights in host memory."""
         for plan, _ in most_frugal(self.job, self.cluster):
             for what in AWAY:
-                shard = plan.sharding.replace(weights=1) if "weights" in what else plan.sharding
-                other = plan.replace(sharding=shard, pipelines=tuple(
+                other = plan.replace(pipelines=tuple(
                     p.replace(stages=tuple(s.replace(offload=what) for s in p.stages)) for p in plan.pipelines))
                 if why_not(other, self.job, self.cluster) is None and not self.late():
                     self.considered += 1

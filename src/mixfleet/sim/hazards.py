@@ -65,6 +65,9 @@ def hazards(actions: tuple[Action, ...], layout: Layout) -> list[tuple[int, ...]
     brought, banked = [-1] * count, [-1] * count  # last LG or XG of the gradient; last EG
     hosts, last = any(a.op == SAVE_GRAD for a in actions), -1  # last of what is computed
     loads = any(a.op == LOAD_WEIGHTS for a in actions)
+    both = loads and any(a.op == GATHER for a in actions)
+    here, read = ([-1] * count, [-1] * count) if both else (ready, used)  # of pieces to gather from: last LW, XW, S, LU
+    # or P; last G or EW
     fetched: dict[tuple[int, int], int] = {}  # LA of each block and micro-batch
     parked: dict[tuple[int, int], int] = {}  # EA of each
     received: dict[tuple[str, int, int], int] = {}
@@ -110,9 +113,14 @@ def hazards(actions: tuple[Action, ...], layout: Layout) -> list[tuple[int, ...]
                 used[u] = i
             needs = tuple(sorted({*(ready[u] for u in mine), received.get((RECV_ACT, lo, mb), -1)} - {-1}))
             made[F, hi, mb] = i
-        elif op in (GATHER, RELEASE, LOAD_WEIGHTS, FREE_WEIGHTS):
-            needs = (used[lo],)
+        elif op in (GATHER, RELEASE):
+            needs = (used[lo],) if op == RELEASE or not both else tuple(sorted({used[lo], here[lo]} - {-1}))
             ready[lo] = i
+            if op == GATHER:
+                read[lo] = i if both else read[lo]
+        elif op in (LOAD_WEIGHTS, FREE_WEIGHTS):
+            needs = (read[lo],)
+            here[lo] = i
         elif op == PARK_SAVED:  # block by block, as all computing is then
             needs = (made[F, hi, mb],)
             parked[lo, mb] = i
@@ -125,8 +133,8 @@ def hazards(actions: tuple[Action, ...], layout: Layout) -> list[tuple[int, ...]
         elif op == LOAD_STATE:
             loaded[lo] = i
         elif op == SAVE_WEIGHTS:
-            needs = (ready[lo],)
-            used[lo] = i
+            needs = (here[lo],)
+            read[lo] = i
         elif op == SAVE_STATE:
             needs = (stepped[lo],)
             saved[lo] = i
@@ -144,7 +152,7 @@ def hazards(actions: tuple[Action, ...], layout: Layout) -> list[tuple[int, ...]
             banked[lo] = i
         elif op == LOAD_UPDATED:
             needs = (stepped[lo],)
-            stepped[lo] = ready[lo] = i
+            stepped[lo] = here[lo] = i
         elif op == SYNC and mb >= 0:
             needs = (waves[PUSH, lo, mb],)
             waves[SYNC, lo, mb] = i
@@ -167,14 +175,14 @@ def hazards(actions: tuple[Action, ...], layout: Layout) -> list[tuple[int, ...]
             normed = True
         elif op == STEP:
             # Without loads it stands behind the computing that used the last gather.
-            before = {loaded[lo], ready[lo] if loads else -1, -1 if normed else moved[lo], brought[lo]}
+            before = {loaded[lo], here[lo] if loads else -1, -1 if normed else moved[lo], brought[lo]}
             needs = tuple(sorted(before - {-1}))
             stepped[lo] = i
             if loads:
-                ready[lo] = i
+                here[lo] = i
         elif op == PUBLISH:
             needs = (stepped[lo],)
-            ready[lo] = i
+            here[lo] = i
         elif op in (KEEP, ANTICIPATE, USE, DROP):
             before = {*ready[lo:hi], *(ready[u] for b in range(lo, hi) for u in tied[b])} - {-1}
             needs = tuple(sorted(before))

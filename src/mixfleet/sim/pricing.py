@@ -17,6 +17,7 @@ from mixfleet.program.action import (
     AHEAD,
     ANTICIPATE,
     DROP,
+    GATHER,
     KEEP,
     LOAD_GRAD,
     LOAD_SAVED,
@@ -55,15 +56,19 @@ PARKS = {PARK_SAVED: "save", LOAD_SAVED: "load"}
 def host_bytes(layout: Layout, job: Job, unit: int, post: int, op: str, *, whole: bool = True) -> int:
     """Bytes that such an action moves for a unit; of its gradient what is owned of the `whole` one, or what is summed
     up micro-batch by micro-batch."""
-    if op in (LOAD_WEIGHTS, SAVE_WEIGHTS):  # under roundpipe a worker loads what is not its own as well
+    kind: StateKind = "optimizer"
+    if op in (LOAD_WEIGHTS, SAVE_WEIGHTS) and layout.needed(GATHER, unit):
+        kind = "weights"
+    elif op in (LOAD_WEIGHTS, SAVE_WEIGHTS):  # under roundpipe a worker loads what is not its own as well
         return (layout.compute_elements(unit, post) if layout.held(unit, post) else layout.units[unit].elements
                 ) * job.bytes.weight_bytes
-    kind: StateKind = "gradients" if op in (LOAD_GRAD, SAVE_GRAD) and not whole else "optimizer"
+    elif op in (LOAD_GRAD, SAVE_GRAD) and not whole:
+        kind = "gradients"
     pieces = [layout.piece(kind, unit, c, layout.places[post].replica) for c in layout.held(unit, post)]
     elements = sum(hi - lo for lo, hi in pieces)
     if op in (LOAD_GRAD, SAVE_GRAD):
         return elements * job.bytes.gradient_bytes
-    if op == LOAD_UPDATED:
+    if op in (LOAD_UPDATED, LOAD_WEIGHTS, SAVE_WEIGHTS):
         return elements * job.bytes.weight_bytes
     state = state_bytes(job, 0, 0, elements)
     return state.master + state.moments
