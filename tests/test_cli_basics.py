@@ -14,8 +14,8 @@ from mixfleet.errors import RunError
 from mixfleet.report import chrome
 from mixfleet.trace import Span, Trace
 
-COMMANDS = ("calibrate", "compare", "discover", "elastic", "export", "fit", "plan", "predict", "schedules", "show",
-            "testbed", "train", "validate")
+COMMANDS = ("calibrate", "compare", "discover", "elastic", "export", "fit", "plan", "predict", "scale", "schedules",
+            "show", "testbed", "train", "validate")
 SILENT = {("testbed", verb) for verb in ("run", "profile", "down", "fault", "enter")}
 """They have no result of their own to print: a file, another command's output, a deed."""
 

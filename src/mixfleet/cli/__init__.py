@@ -20,6 +20,7 @@ from mixfleet.cli.export import export
 from mixfleet.cli.fit import fit
 from mixfleet.cli.plan import plan
 from mixfleet.cli.predict import predict
+from mixfleet.cli.scale import scale
 from mixfleet.cli.schedules import schedules
 from mixfleet.cli.show import show
 from mixfleet.cli.testbed import testbed
@@ -54,8 +55,8 @@ def cli() -> None:
     """
 
 
-for _command in (discover, show, fit, schedules, predict, plan, train, elastic, compare, export, validate, calibrate,
-                 testbed):
+for _command in (discover, show, fit, schedules, predict, plan, scale, train, elastic, compare, export, validate,
+                 calibrate, testbed):
     cli.add_command(_command)
 
 

@@ -23,6 +23,7 @@ from mixfleet.units import show_bytes, show_seconds
 if TYPE_CHECKING:
     from mixfleet.plan import Plan
     from mixfleet.search.result import NearestMiss, Ranked, SearchResult
+    from mixfleet.search.scaling import Point
     from mixfleet.sim.fit import Fit
     from mixfleet.sim.prediction import DeviceUse, Prediction
 
@@ -81,6 +82,14 @@ def fits(title: str, found: Sequence[Fit]) -> View:
              for one in found if one.next_lacks_bytes]
     return View(title, [("memory", show_bytes(found[0].capacity_bytes)), *notes],
                 [Table(("recompute", *(f">{one.recompute}" for one in found)), rows)])
+
+
+def scaling(title: str, points: Sequence[Point], last: Point | None) -> View:
+    """The best plan on each number of devices, and where more stop paying."""
+    rows = [[str(p.devices), str(p.global_batch), *([show_seconds(p.step_s), f"{p.per_s:,.2f}", some(
+        p.gained, percent(p.gained))] if p.plan else ["", "", ""]), p.why] for p in points]
+    facts = [("more devices pay until", plural(last.devices, "device") if last else "nothing fits")]
+    return View(title, facts, [Table((">devices", ">batch", ">step", ">sequences/s", ">gained", ""), rows)])
 
 
 def alike(this: Prediction) -> list[list[DeviceUse]]:
