@@ -9,6 +9,7 @@ from __future__ import annotations
 import tempfile
 import weakref
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,9 +19,11 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks import Figure
 from mixfleet.cluster import Cluster, Device, Link, Node
+from mixfleet.errors import InputError
 from mixfleet.job import Job, Optimizer
 from mixfleet.model.families import build
 from mixfleet.plan import Pipeline, Plan, Stage
+from mixfleet.plan_rules import why_not
 from mixfleet.run.source import DecoderSource
 from mixfleet.run.worker import Rank
 from mixfleet.sim import predict
@@ -48,42 +51,56 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "llama, full recompute": {"style": "llama", "recompute": "full"},
     "llama, scores kept, micro-batches of 2": {"style": "llama", "attention": "eager", "micro_batch": 2},
     "llama, lower half frozen": {"style": "llama", "frozen": ("embed/*", "layers.[01]/*")},
+    "gpt, everything on the host": {"style": "gpt", "micro_batch": 1, "offload": ("weights", "gradients", "optimizer")},
+    "gpt, state on the host": {"style": "gpt", "offload": ("weights", "optimizer")},
+    "llama, bf16, stepped by the host": {"style": "llama", "precision": "bf16", "micro_batch": 1,
+                                         "offload": ("gradients", "optimizer")},
+    "llama, roundpipe": {"style": "llama", "micro_batch": 1, "offload": ("weights", "optimizer"), "cuts": (2, 4)},
+    "gpt, roundpipe, stepped by the host": {"style": "gpt", "micro_batch": 2, "cuts": (2, 4),
+                                            "offload": ("weights", "gradients", "optimizer")},
     "llama, layered accumulation": {"style": "llama", "micro_batch": 1, "accumulation": "layered"},
 }
 
 
 class _Living(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Bytes of all storages made under it that are still alive, and their peak."""
+    """Bytes of all storages made under it that are still alive, and their peak. Those that are emptied and filled again
+    count as what they are at the time."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._sizes: dict[int, int] = {}
-        self.peak = self._now = 0
+        self._living: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.peak = 0
 
     def _gone(self, key: int) -> None:
-        self._now -= self._sizes.pop(key, 0)
+        self._living.pop(key, None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor) and not leaf.is_meta:
                 storage = leaf.untyped_storage()
-                if storage._cdata not in self._sizes:
-                    self._sizes[storage._cdata] = storage.nbytes()
-                    self._now += storage.nbytes()
+                if storage._cdata not in self._living:
+                    self._living[storage._cdata] = weakref.ref(storage)
                     weakref.finalize(storage, self._gone, storage._cdata)
-        self.peak = max(self.peak, self._now)
+        alive = (one() for one in [*self._living.values()])
+        self.peak = max(self.peak, sum(one.nbytes() for one in alive if one is not None))
         return out
 
 
 def peaks(style: str, *, samples: int = 4, micro_batch: int = 4, recompute: Any = "none", accumulation: Any = "plain",
-          precision: Any = "fp32", **settings: Any) -> tuple[int, int]:
-    """(predicted, counted) bytes of tensors at the peak of a step. Needs a process group of one."""
+          precision: Any = "fp32", offload: Any = (), cuts: tuple[int, ...] = (), **settings: Any) -> tuple[int, int]:
+    """(predicted, counted) bytes of tensors at the peak of a step. Needs a process group of one. With `cuts`, one worker
+    of RoundPipe, whose legs begin there."""
     model = build({"style": style, **_FIGURES})
     job = Job(name=style, model=model, seq_len=128, global_batch=samples, precision=precision, **settings)
-    stage = Stage(blocks=(0, len(model.blocks)), devices=(0,), recompute=recompute)
+    ends = [*pairwise((0, *cuts, len(model.blocks)))]
+    stage = Stage(blocks=(0, len(model.blocks)), devices=(0,), recompute=recompute, offload=offload)
+    if cuts:
+        stage = stage.replace(blocks=ends[-1], more=tuple(reversed(ends[:-1])), ahead=tuple(ends[:-1]))
     plan = Plan(pipelines=(Pipeline(stages=(stage,), samples=samples, micro_batch=micro_batch),),
-                accumulation=accumulation)
+                accumulation=accumulation, schedule="roundpipe" if cuts else "1f1b")
+    if why := why_not(plan, job, _ALONE):
+        raise InputError(why)
     living = _Living()
     with living:
         rank = Rank(plan, job, _ALONE, DecoderSource(job), 0)

@@ -71,8 +71,8 @@ def test_a_batch_must_not_grow_where_data_are_few() -> None:
     points = scaling(job(), MIXED, (1, 4), weak=True, samples=1000, least_steps=40)
     assert [p.global_batch for p in points] == [12, 48]
     assert [bool(p.plan) for p in points] == [True, False]
-    assert points[1].why == ("a global batch of 48 leaves 20 steps of an epoch of 1000 samples; at least 40 are wanted, "
-                             "so at most 25. Keep the global batch")
+    assert points[1].why == ("a global batch of 48 leaves 20 steps of an epoch of 1000 samples; at least 40 are "
+                             "wanted, so at most 25. Keep the global batch")
     assert pays_until(points) == points[0]
     with pytest.raises(InputError, match="weak scaling needs the number of samples"):
         scaling(job(), MIXED, (1,), weak=True)
