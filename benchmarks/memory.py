@@ -89,8 +89,8 @@ class _Living(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def peaks(style: str, *, samples: int = 4, micro_batch: int = 4, recompute: Any = "none", accumulation: Any = "plain",
           precision: Any = "fp32", offload: Any = (), cuts: tuple[int, ...] = (), **settings: Any) -> tuple[int, int]:
-    """(predicted, counted) bytes of tensors at the peak of a step. Needs a process group of one. With `cuts`, one worker
-    of RoundPipe, whose legs begin there."""
+    """(predicted, counted) bytes of tensors at the peak of a step. Needs a process group of one. With `cuts`, of one
+    worker of RoundPipe, whose legs begin there."""
     model = build({"style": style, **_FIGURES})
     job = Job(name=style, model=model, seq_len=128, global_batch=samples, precision=precision, **settings)
     ends = [*pairwise((0, *cuts, len(model.blocks)))]

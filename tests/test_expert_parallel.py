@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 
 from mixfleet.cluster import Cluster
 from mixfleet.job import Job
-from mixfleet.plan import Plan, Sharding
+from mixfleet.plan import Plan
 from mixfleet.plan_rules import why_not
 from mixfleet.program.check import check
 from mixfleet.program.layout import Layout
@@ -43,6 +43,14 @@ CASES = {
                                               job(8, figures=FIVE, **CLIP)),
     "two groups of two, zero-3 over all": Case(plan(replicas(4), sharding=(4, 4, 4)).replace(expert=2),
                                                job(8, figures=FIVE, **CLIP)),
+    "two groups of two, zero-3 gathered in stages": Case(
+        plan(replicas(4), sharding=(4, 4, 4), hierarchical=2).replace(expert=2), job(8, figures=FIVE, **CLIP)),
+    "five experts on four, gathered in stages, unequal shares": Case(
+        plan(replicas(4), sharding=(4, 4, 4), hierarchical=2, shares=(1, 3, 2, 2)).replace(expert=4),
+        job(8, figures=FIVE, **CLIP), masked=True),
+    "experts across the nodes, layered": Case(
+        plan(replicas(4, samples=3), sharding=(2, 4, 4), hierarchical=2, accumulation="layered").replace(
+            expert=4, expert_shares=(2, 0, 1, 1)), job(12, figures=MOE)),
     "five experts on four, zero-3 over all": Case(plan(replicas(4), sharding=(4, 4, 4)).replace(expert=4),
                                                   job(8, figures=FIVE, **CLIP), masked=True),
     "weights in twos, experts in fours": Case(plan(replicas(4), sharding=(2, 2, 4)).replace(expert=4),
@@ -122,8 +130,6 @@ def routed_plan(n: int = 4, expert: int = 2, **more):
     (routed_plan(expert_shares=(1, 2)), MOE, "expert_shares has 2 numbers; the plan has 4 data-parallel replicas"),
     (routed_plan(expert_shares=(1, -2, 1, 1)), MOE, "expert_shares has -2; a share is 0 or more"),
     (routed_plan(expert_shares=(1, 2, 0, 0)), MOE, "gives no expert to replicas 2-3"),
-    (routed_plan().replace(sharding=Sharding(weights=2, gradients=2, optimizer=2, hierarchical=2)), MOE,
-     "hierarchical is 2, which cannot go with expert 2"),
     (plan(pipe((0, 5), (0,), samples=2, micro_batch=1), pipe((0, 5), (1,), samples=3, micro_batch=1)).replace(
         expert=2), MOE, "pipelines of 2 and 3 micro-batches into one group"),
     (plan(pipe((0, 5), (0,), samples=2, micro_batch=1),

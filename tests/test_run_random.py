@@ -13,6 +13,8 @@ from run_pool import CLUSTER, Case, Pool, job
 from test_run_equality import check_equality
 
 _OPTIMIZERS = (Optimizer(lr=3e-2, weight_decay=0.1), Optimizer(name="sgd", lr=0.3, momentum=0.9))
+_AWAY = ((), (), ("optimizer",), ("gradients",), ("weights",), ("gradients", "optimizer"),
+         ("weights", "gradients", "optimizer"))
 _RECOMPUTE = ("none", "selective", "full")
 
 
@@ -31,7 +33,7 @@ def _pipelines(draw: st.DrawFn) -> tuple[Pipeline, ...]:
         cuts = (0, draw(st.integers(1, 4)), 5) if stages == 2 else (0, 5)
         made = []
         for s, t in enumerate(degrees):
-            made.append(Stage(blocks=(cuts[s], cuts[s + 1]), tensor=t,
+            made.append(Stage(blocks=(cuts[s], cuts[s + 1]), tensor=t, offload=draw(st.sampled_from(_AWAY)),
                               devices=tuple(range(rank, rank + t * replicas * context)),
                               recompute=draw(st.sampled_from(_RECOMPUTE) | st.tuples(
                                   *[st.sampled_from(_RECOMPUTE)] * (cuts[s + 1] - cuts[s])))))

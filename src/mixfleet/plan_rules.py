@@ -477,9 +477,6 @@ def _wrong_experts(plan: Plan, job: Job) -> Iterator[str]:
         for group in plan.expert_groups:
             if not sum(plan.expert_shares[k] for k in group):
                 yield f"expert_shares gives no expert to replicas {group[0]}-{group[-1]}, who share them"
-    if plan.sharding.hierarchical:
-        yield (f"sharding.hierarchical is {plan.sharding.hierarchical}, which cannot go with expert {e}: the holders "
-               "of an expert are not the replicas of a node. Take 0")
     if plan.shared:
         yield f"expert is {e}, which cannot go with pipelines that share devices; take 1"
     if any(pipeline.replicated for pipeline in plan.pipelines):

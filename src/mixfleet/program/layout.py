@@ -429,13 +429,17 @@ class Layout:
                      for q in group if q != k and _length(self.piece("weights", u, c, q)))
 
     def gathers(self, u: int) -> tuple[tuple[Move, ...], ...]:
-        """The stages of a gather: one, or across nodes among replicas of equal local index, then inside the nodes."""
+        """The stages of a gather: one, or across nodes among replicas of equal local index, then inside the nodes.
+        Pieces of experts that replicas share are sent directly, with the last stage."""
         k = self.plan.sharding.hierarchical
         if not k:
             return (self.gather(u),)
         across: list[Move] = []
         inside: list[Move] = []
         for c, column in enumerate(self.columns(u)):
+            if column.partial:  # its holders are not the replicas of a node
+                inside += (move for move in self.gather(u) if move.column == c)
+                continue
             for group in self._groups["weights"]:
                 width = k if len(group) > k else len(group)
                 for r in group:
@@ -462,8 +466,9 @@ class Layout:
         k = self.plan.sharding.hierarchical
         inside: list[Interval] = []
         across: list[Interval] = []
+        across += (part for part in self._reduce_parts(u) if self.columns(u)[part[0]].partial)
         for c, column in enumerate(self.columns(u)):
-            for group in self._groups["gradients"]:
+            for group in self._groups["gradients"] if not column.partial else ():
                 width = k if len(group) > k else len(group)
                 nodes = [group[i:i + width] for i in range(0, len(group), width)]
                 for r in group:
