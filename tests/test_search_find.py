@@ -22,6 +22,7 @@ from mixfleet.search.improve import dealt, neighbours
 from mixfleet.search.replicate import _Line, shares_of
 from mixfleet.search.space import classes_of, shapes
 from mixfleet.search.tables import MODES, Tables
+from mixfleet.search.uneven import by_room
 from mixfleet.search.variants import PLANNED, is_deep, laid, schedules
 from mixfleet.sim import predict
 from mixfleet.units import GiB
@@ -189,6 +190,30 @@ def test_the_fast_one_computes_more_and_holds_less():
     assert times[best] < 0.9 * min(s for plan, s in times.items() if plan.accumulation == "plain")
     tied = best.replace(sharding=best.sharding.replace(shares=(a, b)))  # state in proportion to samples
     assert not predict(tied, work, where, sent=False).fits
+
+
+def test_pieces_by_room_in_pipelines_of_several_stages():
+    """Two pipelines of two stages, one on devices with little memory: pieces in proportion to the room of each one's
+    tightest stage fit where equal ones do not."""
+    work = job(layers=12, batch=4, hidden=512, seq_len=256)
+    made = Plan(schedule="1f1b", sharding=Sharding(weights=2, gradients=2, optimizer=2), pipelines=tuple(
+        Pipeline(samples=2, micro_batch=1, stages=(
+            Stage(blocks=(0, 6), devices=(a,)), Stage(blocks=(6, len(work.model.blocks)), devices=(b,))))
+        for a, b in ((0, 1), (2, 3))))
+    roomy = predict(made, work, cluster([device("any", 50, 80.0)] * 4), sent=False).devices
+    state = min(sum(d.breakdown.get(k, 0) for k in ("weights", "gradients", "master", "moments")) for d in roomy)
+    sizes = [d.peak_bytes + (state // 2 if d.rank < 2 else -state // 4) for d in roomy]
+    where = cluster([device("any", 50, 80.0).replace(name=f"d{i}", memory_bytes=n) for i, n in enumerate(sizes)])
+    even = predict(made, work, where, sent=False)
+    assert not even.fits
+    spread = by_room(made, even, where)
+    assert spread is not None
+    assert spread.sharding.shares[0] > spread.sharding.shares[1]
+    assert predict(spread, work, where, sent=False).fits
+    assert by_room(spread.replace(sharding=Sharding(weights=1)), even, where) is None
+    tight = where.replace(nodes=tuple(n.replace(devices=tuple(
+        d.replace(memory_bytes=min(sizes)) for d in n.devices)) for n in where.nodes))
+    assert by_room(made, predict(made, work, tight, sent=False), tight) is None  # all rooms together are too small
 
 
 def test_nothing_fits_names_the_device_the_lack_and_a_change():

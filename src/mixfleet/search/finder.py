@@ -40,6 +40,7 @@ from mixfleet.search.space import (
     used,
 )
 from mixfleet.search.tables import Tables
+from mixfleet.search.uneven import by_room
 from mixfleet.search.variants import PLANNED, is_deep, is_replicated, known, only, schedules, under
 from mixfleet.sim import Prediction, predict
 from mixfleet.sim.prediction import few_collections
@@ -460,8 +461,18 @@ class Search:
                 self.judge(reschedule(plan, self.job, self.cluster))
 
     def offload(self) -> None:
-        """Where nothing fits: the plans that lack least, with optimizer state, gradients and weights in host memory."""
-        for plan, _ in most_frugal(self.job, self.cluster):
+        """Where nothing fits: the plans that lack least, with state in proportion to room; else with optimizer state,
+        gradients and weights in host memory."""
+        least = most_frugal(self.job, self.cluster)
+        short = [(max(d.lacks_bytes / d.capacity_bytes for d in p.devices), i, plan, p)
+                 for i, (plan, p) in enumerate([*least, *self.misses.items()])]
+        ways = (way for *_, plan, p in sorted(short, key=lambda entry: entry[:2])
+                if (way := by_room(plan, p, self.cluster)) and why_not(way, self.job, self.cluster) is None)
+        for plan in islice(ways, TRIED):
+            if not self.late():
+                self.considered += 1
+                self.judge(plan)
+        for plan, _ in least if not self.found else ():
             for what in AWAY:
                 other = plan.replace(pipelines=tuple(
                     p.replace(stages=tuple(s.replace(offload=what) for s in p.stages)) for p in plan.pipelines))

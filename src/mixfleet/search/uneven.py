@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import inf
 
+from mixfleet.cluster import Cluster
+from mixfleet.cost.memory import allocator_factor
 from mixfleet.plan import Plan, Sharding
 from mixfleet.search.space import Shape
 from mixfleet.search.tables import MODES, Pieces, Tables
@@ -46,6 +49,33 @@ def parts(tables: Tables, shape: Shape, sharding: Sharding) -> list[float] | Non
 def shares(shape: Shape, portions: Sequence[float]) -> tuple[int, ...]:
     """One whole number per replica."""
     return tuple(round(FINENESS * part) for part, team in zip(portions, shape) for _ in range(team.replicas))
+
+
+def by_room(plan: Plan, prediction: Prediction, cluster: Cluster) -> Plan | None:
+    """The plan, whose state is cut over all replicas, with pieces in proportion to the room that they have: for a
+    replica of several stages that of the stage which allows the smallest part of its blocks. None where that makes no
+    difference or is not enough.
+
+    What a device holds grows in proportion to its part, as far as it holds state of the kinds that are cut.
+    """
+    n, shard = len(plan.replicas), plan.sharding
+    degrees = {"weights": shard.weights, "gradients": shard.gradients, "master": shard.optimizer,
+               "moments": shard.optimizer}
+    if n < 2 or max(degrees.values()) == 1 or not {*degrees.values()} <= {1, n}:
+        return None
+    now = shard.shares or (1,) * n
+    rooms = [inf] * n
+    for use in prediction.devices:
+        part = now[use.replica] / sum(now)
+        cut = sum(use.breakdown.get(kind, 0) for kind, degree in degrees.items() if degree == n)
+        if not part or not cut:
+            continue
+        grows = cut / part * allocator_factor(cluster.devices[use.rank])
+        rooms[use.replica] = min(rooms[use.replica], part + (use.capacity_bytes - use.peak_bytes) / grows)
+    if min(rooms) < 0 or max(rooms) == inf or sum(rooms) < 1:
+        return None
+    found = tuple(round(FINENESS * room / sum(rooms)) for room in rooms)
+    return plan.replace(sharding=shard.replace(shares=found)) if len({*found}) > 1 else None
 
 
 def stranded(plan: Plan, even: Prediction) -> Iterator[str]:
