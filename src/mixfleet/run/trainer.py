@@ -92,7 +92,7 @@ def capture(blocks: list[nn.Module], sample: Tensor, dtype: torch.dtype, name: s
     """
     from torch.utils.flop_counter import FlopCounterMode
 
-    x = sample.to(dtype) if sample.is_floating_point() else sample
+    x = (sample.to(dtype) if sample.is_floating_point() else sample).clone()  # not a part of all samples' storage
     owners: dict[int, str] = {}
     specs: list[Block] = []
     shapes: list[tuple[int, ...]] = []
