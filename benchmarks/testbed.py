@@ -87,7 +87,7 @@ def shapes() -> dict[str, Cluster]:
         "one slow": Cluster(name="one slow", nodes=_nodes(
             200, [mid], [mid], [mid], [_device(0.08)])),
         "small memory": Cluster(name="small memory", nodes=_nodes(
-            200, [mid], [mid], [mid], [_device(0.25, 166 * MiB)])),
+            200, [mid], [mid], [mid], [_device(0.25, 134 * MiB)])),
         "slow link": Cluster(name="slow link", nodes=_nodes(80, [mid, mid], [mid, mid])),
         "two regions": Cluster(name="two regions", nodes=_nodes(400, [mid], [mid], [mid], [mid], zones="aabb"),
                                zone_uplink=Link(name="wan", latency_s=1e-3, bandwidth_Bps=60 * MB / 8)),
