@@ -137,7 +137,8 @@ def plans(work: Job, cluster: Cluster) -> dict[str, Plan]:
         "uneven data parallel": _data(fair, fair, blocks),
         "ZeRO-3": _data(even, even, blocks, n),
         f"ZeRO-3, micro-batch {MICRO}": _data(even, [MICRO] * n, blocks, n),
-        **({"ZeRO-3, gathers in stages": _data(even, even, blocks, n, hierarchical=2)} if _pairs(cluster) else {}),
+        **({"ZeRO-3, gathers in stages": _data(even, even, blocks, n, hierarchical=2)}
+           if _pairs(cluster) and cluster.path(0, 1).level == "node" else {}),
         f"groups of 2, micro-batch {MICRO}": _data(even, [MICRO] * n, blocks, 2),
         "groups of 2": _data(even, even, blocks, 2),
         "uneven groups of 2": _data(fair, fair, blocks, 2),
@@ -599,14 +600,17 @@ def gains(rows: Sequence[Row]) -> list[Gain]:
     With p pieces on nodes of k ranks a gather takes (p - k) M / p out of each node in stages (MiCS, arXiv 2205.00119)
     and k times that if every rank sends its piece to every other one; hop 1 is the same the other way. Groups that
     stay in a node exchange nothing across until hop 2, 2 (r - 1) / r M / p per rank once per step, against three such
-    exchanges of every micro-batch.
+    exchanges of every micro-batch: all but the gathers of blocks at the ends, which stay from forward to backward and
+    from backward to the next forward, one more than are gathered ahead.
     """
     found = []
     work = job()
     k, p, steps = 2, 4, work.global_batch // 4 // MICRO
-    r = p // k
+    r, stay = p // k, 1 + Sharding().prefetch
     hop_2, exchange = k * 2 * (r - 1) / r / k, k * (p - k) / p  # in M, out of a node
-    groups = hop_2 / (3 * steps * exchange)
+    sizes = [sum(param.count for param in block.params) for block in work.model.blocks]
+    first, last = sum(sizes[:stay]) / sum(sizes), sum(sizes[-stay:]) / sum(sizes)
+    groups = hop_2 / (exchange * (3 * steps - steps * last - (steps - 1) * first))
     for name, against, ratio in (("ZeRO-3, gathers in stages", "ZeRO-3", 1 / k),
                                  (f"groups of 2, micro-batch {MICRO}", f"ZeRO-3, micro-batch {MICRO}", groups)):
         for cluster in dict.fromkeys(r.cluster for r in rows):

@@ -83,7 +83,7 @@ def test_only_some_schedules(capsys, tmp_path):
 
 
 def test_nothing_fits(capsys, tmp_path):
-    job, cluster = files(tmp_path, job=re.sub(r"model: .*", "model: llama-3-70b", JOB))
+    job, cluster = files(tmp_path, job=re.sub(r"model: .*", "model: llama-3-8b", JOB))
     output = tmp_path / "plan.yaml"
     code, out, _ = run(capsys, "plan", job, cluster, "-o", output)
     assert code == 1
