@@ -119,6 +119,11 @@ def test_the_link_follows_from_the_rounds_of_an_exchange():
     assert link.bandwidth_Bps == pytest.approx(2 * 8 * 2**20 / 4e-3, rel=5e-3)  # 3 ranks send 2 pieces of a third each
 
 
+def test_a_link_beside_other_work_has_a_rate_that_can_be():
+    slower = [[[7e-3] * 8, [5e-3] * 8]] * 2  # small messages that take longer than large ones
+    assert loopback_of(slower).bandwidth_Bps == pytest.approx(8 * 2**20 / 2.5e-3, rel=5e-3)
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8])
 def test_in_a_tournament_everybody_meets_everybody_once(ranks):
     rounds = ranks - 1 + ranks % 2

@@ -31,10 +31,11 @@ def loopback_of(rounds: list[list[list[float]]]) -> Link:
     The bandwidth is the sum over all processes, as the cost model shares it among them; the latency is what an
     exchange of single numbers takes beyond the fixed cost of a collective. A round lasts as long as its slowest
     rank; the first quartile of the rounds counts for the bandwidth, so that other work on the machine hardly shows.
+    Where even that lets small messages take as long as large ones, half of a large one's time counts as moving bytes.
     """
     n = len(rounds)
     small, large = (_typical_s([ranks[i] for ranks in rounds]) for i in (0, 1))
-    rate = (n - 1) * _LARGE / max(large - small, 1e-9)
+    rate = (n - 1) * _LARGE / max(large - small, large / 2)
     return Link(name="loopback", latency_s=latency_s([ranks[0] for ranks in rounds]), bandwidth_Bps=_digits(rate))
 
 
