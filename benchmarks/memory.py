@@ -29,10 +29,10 @@ from mixfleet.run.worker import Rank
 from mixfleet.sim import predict
 
 LIMIT = 0.05
-_CPU = Device(name="cpu", kind="cpu", flops={"fp32": 1e10, "fp64": 5e9}, vector_flops=1e10, memory_bytes=2**33,
+CPU = Device(name="cpu", kind="cpu", flops={"fp32": 1e10, "fp64": 5e9}, vector_flops=1e10, memory_bytes=2**33,
               memory_Bps=1e10)
 _LINK = Link(latency_s=1e-5, bandwidth_Bps=1e9)
-_ALONE = Cluster(name="alone", nodes=(Node(name="here", devices=(_CPU,), link=_LINK, nic=_LINK),))
+ALONE = Cluster(name="alone", nodes=(Node(name="here", devices=(CPU,), link=_LINK, nic=_LINK),))
 _FIGURES = {"layers": 4, "hidden": 64, "heads": 4, "vocab": 300, "max_seq_len": 128, "ffn": 256}
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -62,7 +62,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-class _Living(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Living(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Bytes of all storages made under it that are still alive, and their peak. Those that are emptied and filled again
     count as what they are at the time."""
 
@@ -99,17 +99,17 @@ def peaks(style: str, *, samples: int = 4, micro_batch: int = 4, recompute: Any 
         stage = stage.replace(blocks=ends[-1], more=tuple(reversed(ends[:-1])), ahead=tuple(ends[:-1]))
     plan = Plan(pipelines=(Pipeline(stages=(stage,), samples=samples, micro_batch=micro_batch),),
                 accumulation=accumulation, schedule="roundpipe" if cuts else "1f1b")
-    if why := why_not(plan, job, _ALONE):
+    if why := why_not(plan, job, ALONE):
         raise InputError(why)
-    living = _Living()
+    living = Living()
     with living:
-        rank = Rank(plan, job, _ALONE, DecoderSource(job), 0)
+        rank = Rank(plan, job, ALONE, DecoderSource(job), 0)
         rank.start()
         for step in range(2):
             living.peak = 0
             rank.interpreter.step(rank.batches(step), 1e-3)
     rank.close()
-    (use,) = predict(plan, job, _ALONE).devices
+    (use,) = predict(plan, job, ALONE).devices
     return use.resumed_bytes - use.breakdown["framework"], living.peak
 
 

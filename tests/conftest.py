@@ -25,3 +25,14 @@ def pool() -> Iterator[Pool]:
     made = Pool()
     yield made
     made.close()
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A gloo group of this process alone."""
+    import torch.distributed as dist
+
+    rendezvous = tmp_path_factory.mktemp("group") / "rendezvous"
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-import torch.distributed as dist
-from benchmarks.memory import _ALONE, _CPU, _Living
+from benchmarks.memory import ALONE, CPU, Living
 from torch import Tensor, nn
 
 from mixfleet.cost.memory import saved_bytes
@@ -19,15 +16,8 @@ from mixfleet.sim import predict
 from mixfleet.sim.fit import fit
 
 torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("one_process")
 BATCH = 6
-
-
-@pytest.fixture(scope="module", autouse=True)
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    rendezvous = tmp_path_factory.mktemp("group") / "rendezvous"
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def squared(output: Tensor, target: Tensor) -> Tensor:
@@ -61,7 +51,7 @@ def test_saved_bytes_of_convolutions_are_those_of_hooks() -> None:
         entry = x.detach().requires_grad_()
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
             x = module(entry)
-        assert saved_bytes(spec, BATCH, 1, 1, _CPU, trainer.job) == sum(saved.values())
+        assert saved_bytes(spec, BATCH, 1, 1, CPU, trainer.job) == sum(saved.values())
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -69,23 +59,23 @@ def test_the_peak_is_as_predicted(frozen: bool) -> None:
     """S44: with and without a given encoder, within 10 % of the storages that a step holds."""
     trainer = autoencoder(frozen=frozen)
     plan = Plan(pipelines=(Pipeline(samples=BATCH, micro_batch=BATCH, stages=(Stage(blocks=(0, 4), devices=(0,)),)),))
-    living = _Living()
+    living = Living()
     with living:
-        rank = Rank(plan, trainer.job, _ALONE, trainer.source, 0)
+        rank = Rank(plan, trainer.job, ALONE, trainer.source, 0)
         rank.start()
         for step in range(2):
             living.peak = 0
             rank.interpreter.step(rank.batches(step), 1e-3)
     rank.close()
-    (use,) = predict(plan, trainer.job, _ALONE).devices
+    (use,) = predict(plan, trainer.job, ALONE).devices
     assert use.resumed_bytes - use.breakdown["framework"] == pytest.approx(living.peak, rel=0.1)
 
 
 def test_the_largest_micro_batch_of_convolutions() -> None:
     """S44: more samples fit where the encoder is given; what does not fit at all says so."""
-    whole, given = (fit(autoencoder(frozen=frozen).job, _CPU.replace(memory_bytes=6_000_000))[0]
+    whole, given = (fit(autoencoder(frozen=frozen).job, CPU.replace(memory_bytes=6_000_000))[0]
                     for frozen in (False, True))
     assert 0 < whole.micro_batch < given.micro_batch
-    none = fit(autoencoder(frozen=False).job, _CPU.replace(memory_bytes=40_000))[0]
+    none = fit(autoencoder(frozen=False).job, CPU.replace(memory_bytes=40_000))[0]
     assert none.micro_batch == 0
     assert none.why_not
