@@ -112,6 +112,7 @@ def test_an_interrupt_ends_with_a_checkpoint(tmp_path: Path, number: signal.Sign
     assert signal.getsignal(number) not in (signal.SIG_IGN, None)
 
 
+@pytest.mark.slow
 def test_trains_from_a_thread() -> None:
     found: list[TrainResult | None] = []
     thread = threading.Thread(target=lambda: found.append(train(PAIR, job(), CLUSTER, steps=1)))
@@ -134,6 +135,7 @@ def test_an_impossible_plan_is_refused() -> None:
         train(PAIR, job(7), CLUSTER)
 
 
+@pytest.mark.slow
 def test_torchrun_starts_what_the_plan_says(tmp_path: Path) -> None:
     (node, command), = torchrun_commands(PAIR, CLUSTER, ["plan.yaml"])
     assert node == "here"

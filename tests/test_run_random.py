@@ -66,7 +66,7 @@ _quiet = {"deadline": None, "derandomize": True, "database": None,
                                     HealthCheck.function_scoped_fixture]}
 
 
-@settings(max_examples=12, **_quiet)
+@settings(max_examples=8, **_quiet)
 @given(case=cases())
 def test_random_plans_equal_one_process(pool: Pool, case: Case) -> None:
     check_equality(case, pool)
