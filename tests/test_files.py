@@ -1,5 +1,7 @@
 """YAML files: places in errors, formats, atomic writes, kept comments."""
 
+from typing import Literal
+
 import msgspec
 import pytest
 
@@ -81,6 +83,14 @@ def test_the_format_is_checked(write, text, says):
 def test_what_does_not_fit_names_the_key(write, text, says):
     with pytest.raises(InputError, match=says):
         decode(read_yaml(write(text)), Outer)
+
+
+def test_a_wrong_name_in_a_list_is_called_after_its_key(write):
+    class Named(msgspec.Struct):
+        away: tuple[Literal["weights", "gradients"], ...]
+
+    with pytest.raises(InputError, match=r"f\.yaml:1: away\[1\]: unknown away 'gradient'; did you mean 'gradients'\?"):
+        decode(read_yaml(write("away: [weights, gradient]\n")), Named)
 
 
 def test_decoding_gives_the_struct(write):

@@ -90,7 +90,8 @@ def decode(doc: Document, into: type[T], hook: Callable[[type, Any], Any] | None
         choice = re.match(r"Invalid enum value '?(.*?)'?$", message)
         if choice:
             allowed = [str(v) for t in types if isinstance(t, msgspec.inspect.LiteralType) for v in t.values]
-            raise unknown(str(keys[-1]), choice[1], allowed, where=doc.where(keys)) from None
+            name = next((key for key in reversed(keys) if isinstance(key, str)), "value")  # not the place in a list
+            raise unknown(name, choice[1], allowed, where=doc.where(keys)) from None
         missing = re.match(r"Object missing required field `(.*)`$", message)
         if missing:
             message = f"{missing[1]!r} is missing"

@@ -39,6 +39,11 @@ the optimizer's state (moments and master weights), loaded for the update. Where
 makes the update."""
 
 
+def makes_step(away: Collection[Offload]) -> bool:
+    """Whether the host makes the update of what a device keeps there: gradients and the optimizer's state are there."""
+    return {"gradients", "optimizer"} <= {*away}
+
+
 Dispatch = Literal["split", "round-robin"]
 """What the replicas of one stage take: a part of every micro-batch (DAPPLE's split and concat), or whole micro-batches
 in turn (PipeDream)."""
@@ -124,8 +129,8 @@ class Stage(Spec, frozen=True, kw_only=True):
 
     @property
     def hosted(self) -> bool:
-        """Whether the host makes the update: gradients and the optimizer's state are there."""
-        return {"gradients", "optimizer"} <= {*self.offload}
+        """Whether the host makes the update."""
+        return makes_step(self.offload)
 
     @property
     def away(self) -> tuple[str, ...]:

@@ -180,7 +180,7 @@ def job_times(job_path: str, micro_batches: list[int], kinds: list[str], shares:
     import torch
     import torch.distributed as dist
 
-    import mixfleet.run.optim  # what is loaded here does not count against a quota
+    import mixfleet.run.optim  # noqa: F401  what is loaded here does not count against a quota
     from mixfleet.run.host import calm_network_threads
     from mixfleet.run.modules import build_blocks
 
@@ -194,7 +194,6 @@ def job_times(job_path: str, micro_batches: list[int], kinds: list[str], shares:
     chain = sorted(i for indices in of_kind.values() for i in indices)
     attention: Literal["fused", "eager"] = "fused" if fused[rank] else "eager"
     modules = [build_blocks(job.model, [i], device=device, dtype=dtype, attention=attention)[0] for i in chain]
-    assert mixfleet.run.optim
     if shares[rank] < 1:
         calm_network_threads()
     small = small_exchange(apart) if len(apart) > 1 else []

@@ -21,7 +21,7 @@ from math import gcd
 from typing import Literal, NamedTuple
 
 from mixfleet.model.spec import Model, Param
-from mixfleet.plan import Offload, Plan, groups
+from mixfleet.plan import Offload, Plan, groups, makes_step
 from mixfleet.program.action import GATHER, PUBLISH, REDUCE, SYNC
 
 Kind = Literal["weights", "gradients", "optimizer"]
@@ -551,13 +551,13 @@ class Layout:
     def loads_for_step(self, u: int, away: Sequence[Offload]) -> tuple[Offload, ...]:
         """What a device that keeps `away` in host memory loads for the step of a unit: where the host makes it, at most
         the weights, if others need them."""
-        if {"gradients", "optimizer"} <= {*away}:
+        if makes_step(away):
             return ("weights",) if "weights" in away and self.needed(PUBLISH, u) else ()
         return tuple(away)
 
     def fetches_updated(self, u: int, away: Sequence[Offload]) -> bool:
         """Whether it loads what the host has made of the weights: not if they lie in host memory anyway."""
-        return {"gradients", "optimizer"} <= {*away} and ("weights" not in away or self.needed(PUBLISH, u))
+        return makes_step(away) and ("weights" not in away or self.needed(PUBLISH, u))
 
     def apart(self, u: int, rank: int) -> bool:
         """Whether the gradient that a rank steps with is another than the one which it sums up."""

@@ -355,7 +355,7 @@ def _fastest_only(search: Search, name: str, ranks: Sequence[int]) -> Judged:
         part = search.part()
         members = [i for i, c in enumerate(part.classes) if c.device.name == name]
         part.expand(shapes(part.tables, [part.classes[i] for i in members], lambda chosen: part.candidates.choose(
-            tuple(members[i] for i in chosen), part.classes)), 1, simulations=TRIED)
+            tuple(members[i] for i in chosen), part.classes)), 1, simulations=TRIED, ahead=0)
         inside = [plan for _, _, plan in part.scored()]
         search.found |= {plan: part.found[plan] for plan in inside}
     if not inside:

@@ -175,8 +175,9 @@ class Search:
         self._drain(heap, EXACT_SIMULATED, top, 0)
         return True
 
-    def expand(self, shapes_: Iterable[Shape], top: int, simulations: int = SIMULATED) -> None:
-        """Works out the shapes with the least bounds, then simulates their plans in the order of theirs."""
+    def expand(self, shapes_: Iterable[Shape], top: int, simulations: int = SIMULATED, ahead: int = AHEAD) -> None:
+        """Works out the shapes with the least bounds, then simulates their plans in the order of theirs; before that,
+        `ahead` pipelines under any schedule."""
         bounds = [(self.score(self.candidates.ideal_s(s), used(s)), i, s) for i, s in enumerate(shapes_)]
         bounds.sort(key=lambda entry: entry[:2])
         heap: list[Entry] = []
@@ -197,14 +198,13 @@ class Search:
                     reason = reason or other
                 else:
                     self.rejected.add("impossible under the schedules asked for", example=reason)
-        if simulations == SIMULATED:
-            self._ahead(deep.values())
+        self._ahead(deep.values(), ahead)
         self._drain(heap, simulations, top, RELATIVES)
 
-    def _ahead(self, groups: Iterable[Sequence[Plan]]) -> None:
-        """Simulates pipelines that exchange state only at the end of a step under all schedules, those with the least
-        bounds first: for them, bounds of all steps in order and of the sums of gradients behind them are close. Plans
-        of a group differ only in how state is shared.
+    def _ahead(self, groups: Iterable[Sequence[Plan]], most: int) -> None:
+        """Simulates pipelines that exchange state only at the end of a step under all schedules, `most` of them, those
+        with the least bounds first: for them, bounds of all steps in order and of the sums of gradients behind them are
+        close. Plans of a group differ only in how state is shared.
         """
         heap: list[Entry] = []
         groups = list(groups)
@@ -215,7 +215,7 @@ class Search:
         seen: Counter[object] = Counter()
         group_of = {id(group[0]): group for group in groups}
         ways: dict[Plan, Sequence[Plan]] = {}
-        while heap and tried < AHEAD and not self.late():
+        while heap and tried < most and not self.late():
             bound, _, level, plan = heappop(heap)
             if bound >= self.best:
                 break

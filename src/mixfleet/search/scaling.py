@@ -79,9 +79,9 @@ def _points(job: Job, cluster: Cluster, counts: Sequence[int], *, weak: bool, sa
         raise InputError("weak scaling needs the number of samples, to tell how many steps an epoch has: give `samples`"
                          " (`--samples`)")
     before = Point(devices=0, global_batch=0, speed=0.0)
-    base = sum(rate(d, job.precision, emulate=True) for d in fastest(cluster, counts[0], job).devices)
-    for count in counts:
-        part = fastest(cluster, count, job)
+    parts = [fastest(cluster, count, job) for count in counts]  # before anything is planned
+    base = sum(rate(d, job.precision, emulate=True) for d in parts[0].devices)
+    for count, part in zip(counts, parts):
         speed = sum(rate(d, job.precision, emulate=True) for d in part.devices) / base
         batch = job.global_batch * count // counts[0] if weak else job.global_batch
         point = Point(devices=count, global_batch=batch, speed=speed)
