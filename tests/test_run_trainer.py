@@ -105,6 +105,20 @@ def test_measures_blocks_for_every_cpu() -> None:
     assert all(t.backward_s > 0 for t in whole)
 
 
+def test_measures_the_first_block_without_the_gradient_of_samples() -> None:
+    asked: list[bool] = []
+
+    class Seen(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            asked.append(x.requires_grad)
+            return super().forward(x)
+
+    trainer = _trainer([Seen(5, 6).double(), Seen(6, 2).double()])
+    asked.clear()
+    trainer.measure(CLUSTER)
+    assert asked == ([False] * 4 + [True] * 4) * 2  # as a run does: four times each, of 1 and of 4 samples
+
+
 def test_refuses_bad_chains() -> None:
     with pytest.raises(InputError, match="two or more"):
         _trainer([nn.Linear(5, 2).double()])

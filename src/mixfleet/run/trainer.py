@@ -137,10 +137,11 @@ def _times(blocks: list[nn.Module], source: ModulesSource) -> list[BlockTime]:
     for batch in _MEASURED_BATCHES:
         x = source.inputs[torch.arange(batch) % len(source.inputs)]
         x = x.to(DTYPES[precision]) if x.is_floating_point() else x
-        for spec, module in zip(source.job.model.blocks, trials):
+        for i, (spec, module) in enumerate(zip(source.job.model.blocks, trials)):
             taken = []
             for _ in range(4):
-                entry = x.detach().requires_grad_(x.is_floating_point())
+                # Nobody asks for the gradient of a sample, so the first block makes none in training.
+                entry = x.detach().requires_grad_(i > 0 and x.is_floating_point())
                 start = time.perf_counter()
                 out: Tensor = module(entry)
                 middle = time.perf_counter()
