@@ -56,13 +56,16 @@ def test_strong_scaling_keeps_the_batch_and_shares_it_by_speed() -> None:
 
 
 def test_where_more_devices_stop_paying() -> None:
-    def point(devices: int, gained: float, why: str = "") -> Point:
-        return Point(devices=devices, global_batch=8, speed=devices, step_s=1.0, per_s=8.0, gained=gained, why=why)
+    def point(devices: int, per_s: float, why: str = "") -> Point:
+        return Point(devices=devices, global_batch=8, speed=devices, step_s=1.0, per_s=per_s, why=why)
 
-    points = [point(1, 0), point(2, 0.8), point(4, 0.51), point(8, 0.3), point(16, 0.9)]
+    points = [point(1, 10), point(2, 18), point(4, 27), point(8, 35), point(16, 36)]  # 80, 50, 30 and 3 %
     assert pays_until(points) == points[2]
     assert pays_until(points, worth=0.6) == points[1]
-    assert pays_until([point(1, 0, "nothing fits"), point(2, 0), point(4, 0.2)]) == point(2, 0)
+    # 8 bring 30 %, but 16 bring 78 of 300 against 27: 63 %. 6 do not suit the job: slower than 4.
+    assert pays_until([*points[:4], point(16, 78)]).devices == 16
+    assert pays_until([*points[:3], point(6, 20), point(8, 50)]).devices == 8
+    assert pays_until([point(1, 0, "nothing fits"), point(2, 9), point(4, 10)]).devices == 2
     assert pays_until([point(1, 0, "nothing fits")]) is None
 
 

@@ -95,6 +95,23 @@ def test_bounds_are_bounds(case):
         assert compute_bound_s(tables, plan) <= bound_s(tables, plan) <= step_s, plan
 
 
+TEMPLATES = Limits(devices=1)
+NARROW = {
+    "one of two equal devices behind a slow link": (job(layers=4, batch=4), cluster([FAST], [FAST], nic=2e8), PLAIN),
+    "one device of each kind": (job(layers=3, batch=7), cluster([SLOW, FAST], [SLOW], nic=2e8), PLAIN),
+    "the whole share at once": (job(layers=3, batch=5), cluster([FAST], [SLOW], nic=1e9), PLAIN),
+    "experts": (routed_job(), cluster([FAST], [SLOW], nic=1e9), PLAIN),
+}
+
+
+@pytest.mark.parametrize("case", NARROW)
+def test_templates_find_what_uses_a_part_of_the_devices(case):
+    """No plan of the enumerated space is better by more than a hundredth (`benchmarks/gap.py` has larger ones)."""
+    work, where, limits = NARROW[case]
+    best, found = (find(work, where, limits=some).best for some in (limits, TEMPLATES))
+    assert found.prediction.step_s <= 1.01 * best.prediction.step_s
+
+
 def mixed():
     """Three kinds of devices, too many for the full enumeration."""
     return cluster([FAST] * 4, [SLOW] * 4, [TINY] * 2)
@@ -588,7 +605,7 @@ def test_no_single_change_improves_what_is_found(case):
     work, where = NEIGHBOURED[case]
     best = find(work, where, limits=Limits(devices=1)).best
     tried = {plan for plan in around(best.plan, work) if isinstance(plan, Plan) and why_not(plan, work, where) is None}
-    assert len(tried) > 15
+    assert len(tried) > 10
     times = sorted((p.step_s, i, plan) for i, plan in enumerate(sorted(tried, key=repr))
                    if (p := predict(plan, work, where, sent=False)).fits)
     assert best.prediction.step_s <= times[0][0] * 1.002, times[0][2]
@@ -611,3 +628,16 @@ def test_virtual_workers_are_proposed_where_steps_may_be_late_and_why_says_what_
     adam = find(work.replace(optimizer=Optimizer()), where, names=("hetpipe",), limits=Limits(devices=1))
     assert all(ranked.plan.synchronous for ranked in adam.plans)
     assert any(line.startswith("no virtual workers (hetpipe): optimizer is adamw") for line in adam.why)
+
+
+def test_replicas_that_hold_unequally_many_experts_reduce_gradients_at_every_micro_batch():
+    """Some experts are on one replica alone, which then has nothing to reduce. With one micro-batch each replica sends
+    as much as if gradients were summed at the end."""
+    work, where = routed_job(5), cluster([FAST], [SLOW], nic=1e9)
+    whole = (0, len(work.model.blocks))
+    pipelines = tuple(Pipeline(stages=(Stage(blocks=whole, devices=(rank,)),), samples=n, micro_batch=n)
+                      for rank, n in ((0, 3), (1, 2)))
+    late, early = (predict(Plan(pipelines=pipelines, sharding=Sharding(gradients=g, optimizer=2), expert=2,
+                                expert_shares=(3, 2)), work, where, sent=True).sent_bytes for g in (1, 2))
+    assert late["0"]["Y"] == early["0"]["R"] == early["1"]["R"] > 0
+    assert "Y" not in early["0"]

@@ -10,13 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import toy
+from mixfleet.model.families import build
 from mixfleet.schedule.greedy import Work, makespan, timeline
 from mixfleet.schedule.named import SCHEDULES
 from mixfleet.search.allocate import allocate, allocate_in_step, micro_batches
 from mixfleet.search.improve import neighbours
 from mixfleet.search.joint import Option, share
 from mixfleet.search.partition import partition
-from mixfleet.search.space import _partitions
+from mixfleet.search.space import _partitions, parts_of
+from mixfleet.search.tables import MODES, Pieces, Tables
 from mixfleet.search.variants import PLANNED
 from mixfleet.search.walk import walk
 from mixfleet.sim import predict
@@ -226,3 +228,45 @@ def test_walks_agree_with_the_timeline_of_schedules(name):
         done = timeline(work, orders)
         for k, (start, end) in enumerate(found.last_s):
             assert (start, end) == pytest.approx(max(t for (op, c, _), t in done.items() if c == k and op in "BW"))
+
+
+def test_parts_of_a_cluster_by_hand():
+    """None, one or both of two equal devices with or without another one; of two equal nodes the order is nothing; of
+    16 nodes powers of two, and of one node too."""
+    assert {*parts_of(toy.cluster(2, 1), (0, 0, 1))} == {*map(frozenset, ({0}, {0, 1}, {2}, {0, 2}))}
+    assert {*parts_of(toy.cluster(2, 2), (0,) * 4)} == {*map(frozenset, ({0}, {0, 1}, {0, 2}, {0, 2, 3}))}
+    assert sorted(map(len, parts_of(toy.cluster(*[8] * 16), (0,) * 128))) == [1, 2, 4, 8, 16, 32, 64]
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 6), st.sampled_from([(1, 1, 1), (1, 1, 4), (2, 2, 2)]), st.booleans(), st.booleans(),
+       st.floats(0.4, 3.0))
+def test_the_cheapest_recompute_that_fits(in_flight, degrees, first, last, gib):
+    model = build({"layers": 3, "hidden": 64, "heads": 4, "vocab": 500, "max_seq_len": 64})
+    job, where = toy.job(4, model), toy.cluster(1, 1)
+    table = Tables(job, where).table((0,), 2)
+    state = Tables(job, where).state_bytes(1, Pieces(*degrees))
+    needs = [table.need_bytes(state, mode, in_flight, first=first, last=last, communicators=3)
+             for mode in range(len(MODES))]
+    table.capacity_bytes = int(gib * np.median(needs[1]))
+    seconds, chosen = table.cheapest(state, in_flight, first=first, last=last, communicators=3)
+    blocks = len(job.model.blocks)
+    for lo, hi in combinations(range(blocks + 1), 2):
+        fits = [m for m in range(len(MODES)) if needs[m][lo, hi] <= table.capacity_bytes]
+        assert (seconds[lo, hi] < inf) == bool(fits)
+        if fits:
+            assert chosen[lo, hi] == fits[0]
+            assert seconds[lo, hi] == table.forward_s[lo, hi] + table.backward_s[fits[0]][lo, hi]
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_the_end_of_a_timeline_is_its_makespan(name):
+    """With and without split backwards, hops and unequal chunks; orders that wait for each other never end."""
+    rng, schedule = np.random.default_rng(5), SCHEDULES[name]
+    for stages, count in ((2, 2), (3, 6), (4, 4)):
+        home = schedule.place(stages, schedule.rounds)
+        drawn = [tuple(row) for row in rng.random((4, len(home))).tolist()]
+        work = Work(home, count, *drawn[:2], drawn[2] if schedule.splits else (), drawn[3][1:])
+        orders = schedule.orders(home, count)
+        assert makespan(work, orders) == max(end for _, end in timeline(work, orders).values())
+        assert makespan(work, tuple(order[::-1] for order in orders)) == inf

@@ -1,11 +1,14 @@
 """The interpreter against closed forms and sums worked out by hand. Blocks have measured times, so costs are exact."""
 
+import random
+
 import pytest
 
 from mixfleet.model.spec import B, S, TensorComm
 from mixfleet.plan import Pipeline, Plan, Sharding, Stage
 from mixfleet.program.layout import Layout
 from mixfleet.program.lower import lower
+from mixfleet.sim.fold import Instance, in_arrays, in_loops
 from mixfleet.sim.interpreter import play
 from sim_toys import (
     HIDDEN,
@@ -169,6 +172,19 @@ def test_folded_equals_unfolded(plan):
         for member in row.members:
             for mine, theirs in ((row.start_ns, of[member].start_ns), (row.end_ns, of[member].end_ns)):
                 assert max(abs(x - y) for x, y in zip(mine, theirs)) <= 3
+
+
+def test_colours_are_the_same_in_arrays_and_in_loops():
+    rng = random.Random(3)
+    for _ in range(200):
+        entities, ports = rng.randint(1, 9), rng.randint(1, 6)
+        kinds = [rng.randint(0, 1) for _ in range(entities)]
+        capacities = [rng.choice([1.0, 2.5]) for _ in range(ports)]
+        instances = [Instance(rng.choice("ab"), tuple(rng.sample(range(entities), rng.randint(1, min(3, entities)))),
+                              rng.choice([0.0, 1e-6]), tuple((p, rng.choice([1.0, 3.0])) for p in rng.sample(
+                                  range(ports), rng.randint(0, min(3, ports)))), rng.choice([0.0, 1e-3]))
+                     for _ in range(rng.randint(0, 12))]
+        assert in_arrays(kinds, instances, capacities) == in_loops(kinds, instances, capacities)
 
 
 def test_shared_nic_contention_is_preserved_by_folding():

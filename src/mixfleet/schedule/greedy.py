@@ -83,10 +83,44 @@ class Rule(NamedTuple):
 
 def makespan(work: Work, orders: Orders) -> float:
     """Seconds of one step when every device keeps its order; infinite if the orders wait for each other."""
-    done = timeline(work, orders)
-    if len(done) < sum(map(len, orders)):
-        return float("inf")
-    return max((end for _, end in done.values()), default=0.0)
+    last, count = len(work.home) - 1, work.micro_batches
+    hops = [0.0 if work.ends(k) else work.hop(k) for k in range(last + 1)]
+    starts, ends = [k in work.starts for k in range(last + 1)], [work.ends(k) for k in range(last + 1)]
+    seconds = {op: [work.seconds((op, k, 0)) for k in range(last + 1)]
+               for op in ((F, B, I, W) if work.weight else (F, B))}
+    # When forwards end, and below backwards, or their input halves.
+    there: list[list[float | None]] = [[None] * count for _ in work.home]
+    back_there: list[list[float | None]] = [[None] * count for _ in work.home]
+    at, free = [0] * len(orders), [0.0] * len(orders)
+    moved = True
+    while moved:
+        moved = False
+        for d, order in enumerate(orders):
+            i, now = at[d], free[d]
+            while i < len(order):
+                op, k, m = order[i]
+                ready: float | None
+                if op == F:
+                    ready = 0.0 if starts[k] else there[k - 1][m]
+                    hop = 0.0 if starts[k] else hops[k - 1]
+                elif op == W:
+                    ready, hop = back_there[k][m], 0.0
+                else:
+                    ready, hop = there[k][m], 0.0
+                    if ready is not None and not ends[k]:
+                        behind = back_there[k + 1][m]
+                        ready = None if behind is None else max(ready, behind + hops[k])
+                if ready is None:
+                    break
+                now = max(now, ready + hop) + seconds[op][k]
+                if op == F:
+                    there[k][m] = now
+                elif op != W:
+                    back_there[k][m] = now
+                i += 1
+            moved |= i > at[d]
+            at[d], free[d] = i, now
+    return max(free, default=0.0) if at == [len(order) for order in orders] else float("inf")
 
 
 def timeline(work: Work, orders: Orders) -> dict[Step, tuple[float, float]]:

@@ -100,16 +100,21 @@ def ideal_s(costs: Sequence[Sequence[float]], counts: Sequence[int], micro_batch
 
 def upper_samples_per_s(tables: Tables) -> float:
     """Samples per second of all devices, each training alone at its best micro-batch; memory and links ignored."""
-    total = 0.0
+    return sum(rates_of(tables))
+
+
+def rates_of(tables: Tables) -> list[float]:
+    """Per rank, samples per second if it trains alone at its best micro-batch; memory and links ignored."""
     ways = dict.fromkeys((None, Sharing.evenly(tables.job, len(tables.kind_of), 1)))  # experts shared by all, or none
+    rates: dict[int, float] = {}
     for kind in sorted(set(tables.kind_of)):
         rank = tables.kind_of.index(kind)
         best, micro_batch = 0.0, 1
         while micro_batch <= max(1, min(tables.job.global_batch, 64)):
             best = max(best, *(micro_batch / tables.table((rank,), micro_batch, sharing=way).whole_s for way in ways))
             micro_batch *= 2
-        total += best * tables.kind_of.count(kind)
-    return total
+        rates[kind] = best
+    return [rates[kind] for kind in tables.kind_of]
 
 
 class Whole(NamedTuple):
@@ -331,7 +336,7 @@ def bound_s(tables: Tables, plan: Plan) -> float:
     worst = compute_bound_s(tables, plan)
     if not plan.synchronous:  # gradients and optimizer steps of one update pass while another one computes
         return worst
-    layout = Layout(plan, tables.job.model, tables.units)
+    layout = tables.layout(plan)
     starts = {pipe: k for k, (pipe, _) in reversed(list(enumerate(plan.replicas)))}
     tails: list[float] = []
     # What state moves does not depend on micro-batches, samples, recompute or schedule.
@@ -414,7 +419,7 @@ def too_full(tables: Tables, plan: Plan) -> dict[tuple[int, int], str]:
     if plan.shared or plan.accumulation == "layered" or not plan.synchronous or plan.schedule == "roundpipe":
         return {}
     job, devices = tables.job, tables.cluster.devices
-    layout, found = Layout(plan, job.model, tables.units), dict[tuple[int, int], str]()
+    layout, found = tables.layout(plan), dict[tuple[int, int], str]()
     for p, pipeline in enumerate(plan.pipelines):
         orders, chain = pipeline.orders(plan.schedule), pipeline.chain
         for s, stage in enumerate(pipeline.stages):

@@ -10,8 +10,6 @@ from itertools import groupby, pairwise, product
 from math import inf
 from typing import NamedTuple
 
-import numpy as np
-
 from mixfleet.cost.memory import allocator_factor, boundary_bytes
 from mixfleet.plan import Pipeline, Plan, Recompute, Sharding, Stage
 from mixfleet.search.allocate import allocate, allocate_in_step
@@ -205,14 +203,7 @@ class Candidates:
         table = self.tables.table(ranks, micro_batch, context, experts)
         state = self.tables.state_bytes(tensor, pieces)
         communicators = 2 + (tensor > 1) + (context > 1) + (pieces.expert > 1) + len({*pieces[:3]} - {1})
-        seconds = np.full_like(table.forward_s, inf)
-        chosen = np.zeros(seconds.shape, dtype=np.int8)
-        for mode in reversed(range(len(MODES))):
-            need = table.need_bytes(state, mode, in_flight, first=first, last=last, communicators=communicators)
-            fits = (need <= table.capacity_bytes) & (table.forward_s > 0)
-            seconds = np.where(fits, table.forward_s + table.backward_s[mode], seconds)
-            chosen = np.where(fits, mode, chosen)
-        return seconds, chosen
+        return table.cheapest(state, in_flight, first=first, last=last, communicators=communicators)
 
     # --- plans ---------------------------------------------------------------------------------------------------
 
@@ -339,8 +330,10 @@ class Candidates:
         return made
 
     def _sizes(self, team: Team, most: int, *, fine: bool) -> list[int]:
-        """Micro-batches worth trying: all small ones if `fine`, else those that gain a percent of speed on a stage."""
-        sizes = micro_batch_sizes(most, fine=fine)
+        """Micro-batches worth trying: all small ones if `fine`, else those that gain a percent of speed on a stage, of
+        a small share its equal parts too."""
+        even = {-(-most // n) for n in range(1, 5)} if most <= 16 else set()
+        sizes = sorted({*micro_batch_sizes(most, fine=fine), *even})
         if fine:
             return list(sizes)
         found = [1]
@@ -369,7 +362,8 @@ class Candidates:
         batch, copies = self.tables.job.global_batch, [t.replicas for t in shape]
         fits = [{f.micro_batch: f for f in row} for row in options]
         for steps in micro_batch_sizes(batch // sum(copies), fine=True):
-            curves = [lambda s, f=row: _steps_s(f, s, steps) for row in fits]  # noqa: B023
+            seconds = [{m: f.flow.step_s(steps) for m, f in row.items()} for row in fits]
+            curves = [lambda s, row=row, n=steps: row.get(-(-s // n), inf) for row in seconds]
             split = allocate_in_step(curves, copies, batch, steps)
             if split is None:
                 continue
@@ -411,8 +405,3 @@ class _Curve(dict[int, float]):
     def __missing__(self, samples: int) -> float:
         self[samples] = value = min(f.step_s(samples) for f in self._fits)
         return value
-
-
-def _steps_s(fits: dict[int, Fit], samples: int, steps: int) -> float:
-    fit = fits.get(-(-samples // steps))
-    return fit.flow.step_s(steps) if fit else inf

@@ -21,7 +21,7 @@ from mixfleet.errors import InputError
 from mixfleet.job import Job
 from mixfleet.plan import Batching, Offload, Pipeline, Plan, ScheduleName
 from mixfleet.plan_rules import lacking, why_not
-from mixfleet.search.bounds import bound_s, busy_s, compute_bound_s, too_full, walked_s
+from mixfleet.search.bounds import SLACK, bound_s, busy_s, compute_bound_s, rates_of, too_full, walked_s
 from mixfleet.search.candidates import Candidates
 from mixfleet.search.improve import dealt, frugal, neighbours
 from mixfleet.search.miss import most_frugal
@@ -30,11 +30,13 @@ from mixfleet.search.replicate import candidates
 from mixfleet.search.reschedule import reschedule
 from mixfleet.search.result import Objective, SearchResult
 from mixfleet.search.space import (
+    MANY_CLASSES,
     Limits,
     Shape,
     classes_of,
     enumerate_all,
     micro_batch_sizes,
+    parts_of,
     shapes,
     tensor_degrees,
     used,
@@ -50,6 +52,8 @@ Progress = Callable[[str], None]
 Entry = tuple[float, int, int, Plan]
 """(bound of the score, order, 1 if the bound is of computing alone and 2 if of transfers too, plan)"""
 
+MOST_FORESEEN = 64
+"""The largest micro-batch whose products are worked out together beforehand."""
 EXPANDED = 300
 """Shapes whose plans are worked out."""
 SIMULATED, EXACT_SIMULATED = 14, 4000
@@ -64,6 +68,8 @@ RELATIVES = 2
 """Simulations of plans that differ only in sharding, placement and sizes, before those of other plans."""
 PROPOSED = 12
 """Candidates with stages replicated by themselves whose bounds are looked at; as many as `TRIED` are simulated."""
+PARTS, NARROW = 12, 8
+"""Parts of the cluster that are tried, and the shapes of each whose plans are worked out."""
 SCHEDULED, LAID = 4, 8
 """Families whose best plans are laid out for other schedules, and simulations of these."""
 AHEAD, ALIKE = 8, 2
@@ -88,7 +94,8 @@ class Search:
         self.job, self.cluster, self.objective = job, cluster, objective
         self.tables = Tables(job, cluster)
         self.candidates = Candidates(self.tables)
-        sizes = micro_batch_sizes(min(job.global_batch, 16), fine=False)
+        sizes = {*micro_batch_sizes(min(job.global_batch, 16), fine=True),
+                 *micro_batch_sizes(min(job.global_batch, MOST_FORESEEN), fine=False)}
         for device, most in {d: len(node.devices) for node in cluster.nodes for d in node.devices}.items():
             foresee(job, device, [(m, job.seq_len, t) for m in sizes for t in tensor_degrees(job, most)])
         self.classes = classes_of(self.tables)
@@ -200,6 +207,38 @@ class Search:
                     self.rejected.add("impossible under the schedules asked for", example=reason)
         self._ahead(deep.values(), ahead)
         self._drain(heap, simulations, top, RELATIVES)
+
+    def narrow(self) -> None:
+        """Tries parts of the cluster, those first that could be fastest if each device trained alone: where links are
+        slow, fewer devices of a kind may do better than all of them. Sets of whole classes are among the shapes."""
+        rates = rates_of(self.tables)
+        batch = self.job.global_batch
+        whole = [frozenset(r for node in c.nodes for r in node) for c in self.classes]
+        parts = sorted((self.score(batch / sum(rates[r] for r in part) * SLACK, part), i, part)
+                       for i, part in enumerate(parts_of(self.cluster, self.tables.kind_of))
+                       if len(whole) > MANY_CLASSES or not all(c <= part or not c & part for c in whole))
+        tried = 0
+        for n, (bound, _, part) in enumerate(parts):
+            if bound >= self.best or tried == PARTS or self.late():
+                self.rejected.add("parts of the cluster with a higher lower bound" if bound >= self.best else
+                                  "parts of the cluster, not tried: the limit was reached", len(parts) - n)
+                break
+            classes = classes_of(self.tables, part)
+            found = []
+            for i, shape in enumerate(shapes(self.tables, classes, lambda members, some=classes:  # type: ignore[misc]
+                                             self.candidates.choose(members, some))):
+                ideal = self.score(self.candidates.ideal_s(shape), part)
+                if ideal < self.best and {*used(shape)} == part:  # what uses less of it is another part
+                    found.append((ideal, i, shape))
+            heap: list[Entry] = []
+            for _, _, shape in sorted(found, key=lambda entry: entry[:2])[:NARROW]:
+                for plan in self.candidates.plans(shape):
+                    for other in only(plan, self.names, self.job, self.cluster):
+                        if isinstance(other, Plan):
+                            self._push(heap, other)
+                            break
+            tried += bool(heap)
+            self._drain(heap, TRIED, 1, 0)
 
     def _ahead(self, groups: Iterable[Sequence[Plan]], most: int) -> None:
         """Simulates pipelines that exchange state only at the end of a step under all schedules, `most` of them, those
@@ -325,8 +364,7 @@ class Search:
                 tried += 1
                 self._judge_or_lighter(plan)
         self._under_others([plan for _, _, plan in self.scored() if is_replicated(plan)][:IMPROVED])
-        if any(is_replicated(plan) for _, _, plan in self.distinct()[:IMPROVED]):
-            self.improve()
+        self.improve([plan for _, _, plan in self.distinct()[:IMPROVED] if is_replicated(plan)])
 
     def schedule(self) -> None:
         """Tries other schedules for the best plans with several stages."""
@@ -384,15 +422,19 @@ class Search:
             self.rejected.add(f"memory of {next(iter(short.values()))}, by a lower bound")
         return short
 
-    def improve(self) -> None:
-        """Moves blocks, samples, micro-batches, recompute and other settings of the best plans, one at a time."""
-        for _, _, plan in self.distinct()[:IMPROVED]:
+    def improve(self, plans: Iterable[Plan]) -> None:
+        """Moves blocks, samples, micro-batches, recompute and other settings of plans, one at a time."""
+        kinds, nodes = self.tables.kind_of, self.cluster.node_of
+        company = [sorted(kinds[r] for r in ranks) for ranks in self.cluster.ranks_of_node]
+        places: Sequence[object] = [(k, *company[n]) for k, n in zip(kinds, nodes)]
+        for plan in plans:
             for _ in range(ROUNDS):
                 now = self.score(self.found[plan].step_s, plan.ranks)
                 options = []
                 spent = self.found[plan].exposed_s
                 state = spent.get("gather", 0.0) + spent.get("reduce", 0.0) > STATE * self.found[plan].step_s
-                for i, other in enumerate(neighbours(plan, self.job, self.cluster.node_of, self.names, state=state)):
+                for i, other in enumerate(neighbours(plan, self.job, nodes, self.names, state=state,
+                                                      place_of=places)):
                     if other in self.found or other in self.misses or why_not(other, self.job, self.cluster):
                         continue
                     self.considered += 1
@@ -403,18 +445,30 @@ class Search:
                         self.rejected.add("slower than the best, by a lower bound", 1)
                 better, few = plan, max(len(p.chain) * len(p.micro_batches) for p in plan.pipelines) <= SMALL
                 tried: Counter[object] = Counter()
-                for bound, _, other in sorted(options):
+                heapify(options)
+                while options:
+                    bound, i, other = heappop(options)
                     if self.late() or bound >= now:
                         break
                     # Bounds of some kinds of change are closer than of others, so each kind has its own tries.
                     kind = (other.schedule != plan.schedule, other.pipelines != plan.pipelines,
-                            _degrees(other) != _degrees(plan))
-                    if tried[kind] == EACH * (4 if few else 1) or self._lacking(other):
+                            _degrees(other) != _degrees(plan), _devices(other) != _devices(plan))
+                    if tried[kind] == EACH * (4 if few else 1):
                         continue
-                    tried[kind] += 1
-                    prediction = self.judge(other)
+                    short, prediction = self._lacking(other), None
+                    if not short:
+                        tried[kind] += 1
+                        prediction = self.judge(other)
+                        short = _short(prediction) if prediction else ()
                     if prediction and prediction.fits and (s := self.score(prediction.step_s, other.ranks)) < now:
                         now, better = s, other
+                    for lighter in frugal(other, short) if short else ():
+                        if any(a.micro_batch != b.micro_batch for a, b in zip(lighter.pipelines, other.pipelines)) or (
+                                lighter in self.found or lighter in self.misses):
+                            continue
+                        bound = self.score(bound_s(self.tables, lighter), lighter.ranks)
+                        if bound < now:
+                            heappush(options, (bound, i, lighter))
                 if better is plan or self.late():
                     break
                 plan = better
@@ -516,6 +570,10 @@ def _degrees(plan: Plan) -> tuple[int, ...]:
     return plan.sharding.weights, plan.sharding.gradients, plan.sharding.optimizer, plan.expert
 
 
+def _devices(plan: Plan) -> list[tuple[int, ...]]:
+    return [stage.devices for pipeline in plan.pipelines for stage in pipeline.stages]
+
+
 def _short(prediction: Prediction) -> set[tuple[int, int]]:
     """The stages, as (pipeline, stage), that lack memory."""
     return {(d.pipeline, d.stage) for d in prediction.devices if not d.fits}
@@ -562,9 +620,10 @@ def _found(search: Search, top: int, limits: Limits, schedule_search: bool) -> S
         search.offload()
         exact = exact and not search.found
     if not exact:
+        search.narrow()
         search.schedule()
         search.spread()
-        search.improve()
+        search.improve([plan for _, _, plan in search.distinct()[:IMPROVED]])
     if limits.replicated and not search.late():
         search.replicate()
     search.spread()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import combinations
 from math import gcd
 
 from mixfleet.job import Job
@@ -14,15 +15,16 @@ Change = Callable[[Pipeline], Pipeline | None]
 
 
 def neighbours(plan: Plan, job: Job, node_of: Sequence[int] = (), names: Sequence[ScheduleName] = (), *,
-               state: bool = True) -> Iterator[Plan]:
+               state: bool = True, place_of: Sequence[object] = ()) -> Iterator[Plan]:
     """Plans that differ in one setting. Pipelines with equal stages (parts of one team) change together.
 
     `node_of` tells the node of each rank: gathers over several nodes may then go in stages. Stages of several chunks
     change as if they had one each, and are cut for their schedule again. `names` are the schedules allowed, if not any.
-    Without `state` the degrees of sharding stay.
+    Without `state` the degrees of sharding stay. `place_of` says of each rank what tells its device from others: stages
+    may then exchange unlike ones.
     """
     flat = laid(plan, "1f1b") if any(s.more for p in plan.pipelines for s in p.stages) else plan
-    for other in _moves(flat, node_of) if isinstance(flat, Plan) else ():
+    for other in _moves(flat, node_of, place_of) if isinstance(flat, Plan) else ():
         again = other if flat is plan else laid(other, plan.schedule, len(plan.pipelines[0].stages[0].chunks))
         if isinstance(again, Plan):
             yield again
@@ -33,7 +35,7 @@ def neighbours(plan: Plan, job: Job, node_of: Sequence[int] = (), names: Sequenc
     yield from schedules(plan, names)
 
 
-def _moves(plan: Plan, node_of: Sequence[int]) -> Iterator[Plan]:
+def _moves(plan: Plan, node_of: Sequence[int], place_of: Sequence[object]) -> Iterator[Plan]:
     for cuts in dict.fromkeys(_look(p) for p in plan.pipelines):
         first = next(p for p in plan.pipelines if _look(p) == cuts)
         for i in range(len(first.stages) - 1):
@@ -48,6 +50,11 @@ def _moves(plan: Plan, node_of: Sequence[int]) -> Iterator[Plan]:
             for kind in stage.offload:
                 rest = tuple(other for other in stage.offload if other != kind)
                 yield from _changed(plan, cuts, lambda p, i=i, rest=rest: _staged(p, i, offload=rest))  # type: ignore[misc]
+        for i, j in combinations(range(len(first.stages)), 2) if place_of else ():
+            here, there = first.stages[i], first.stages[j]
+            if (here.tensor, here.members) == (there.tensor, there.members) and [
+                    place_of[r] for r in here.devices] != [place_of[r] for r in there.devices]:
+                yield from _changed(plan, cuts, lambda p, i=i, j=j: _exchanged(p, i, j))  # type: ignore[misc]
         # Twice or half, one more or less, and as even as can be in one micro-batch more or less, or as many as now.
         count = len(first.micro_batches)
         sizes = {first.micro_batch * 2, first.micro_batch // 2, first.micro_batch + 1, first.micro_batch - 1,
@@ -168,6 +175,15 @@ def _changed(plan: Plan, look: tuple[object, ...], change: Change) -> Iterator[P
 def _staged(pipeline: Pipeline, index: int, **changes: object) -> Pipeline:
     stages = list(pipeline.stages)
     stages[index] = stages[index].replace(**changes)
+    return pipeline.replace(stages=tuple(stages))
+
+
+def _exchanged(pipeline: Pipeline, i: int, j: int) -> Pipeline:
+    """Two stages with each other's devices; blocks and their recompute stay where they are."""
+    stages = list(pipeline.stages)
+    for here, there in ((i, j), (j, i)):
+        other = pipeline.stages[there]
+        stages[here] = stages[here].replace(devices=other.devices, shares=other.shares, offload=other.offload)
     return pipeline.replace(stages=tuple(stages))
 
 

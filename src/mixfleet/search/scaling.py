@@ -103,12 +103,13 @@ def _points(job: Job, cluster: Cluster, counts: Sequence[int], *, weak: bool, sa
 
 
 def pays_until(points: Sequence[Point], worth: float = WORTH) -> Point | None:
-    """The last point up to which all further devices bring at least the part `worth` of their speed."""
+    """The last point whose devices bring at least the part `worth` of their speed beyond those of the last point that
+    did: a number between that does not suit the job is passed over."""
     found = None
     for point in points:
-        if point.why or (found is not None and point.gained < worth):
-            if found is not None:
-                break
+        if point.why or not point.per_s:
             continue
-        found = point
+        if found is None or point.speed <= found.speed or (
+                point.per_s / found.per_s - 1 >= worth * (point.speed / found.speed - 1)):
+            found = point
     return found

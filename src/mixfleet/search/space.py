@@ -7,9 +7,9 @@ disjoint classes. `enumerate_all` yields every plan of a small case, within the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import combinations, pairwise, permutations, product
-from math import lcm
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import combinations, combinations_with_replacement, pairwise, permutations, product
+from math import lcm, prod
 from typing import NamedTuple
 
 from mixfleet.cluster import Cluster, Device
@@ -24,6 +24,8 @@ LONG, SHARED, FEW = 16384, 2048, 8
 """Positions of a sequence from which it is cut into parts, always and where devices are `FEW` times the sequences."""
 FEW_DEGREES = 4
 """Degrees of expert parallelism that are tried in templates."""
+FEW_DEVICES, FEW_NODES, FEW_STAGES, MOST_PARTS = 8, 4, 4, 500
+"""What a small cluster and a short pipeline are, of which more ways are tried, and the most parts of a cluster."""
 MANY_CLASSES = 4
 """Classes up to which every way of putting them together is tried."""
 
@@ -71,18 +73,52 @@ class Team(NamedTuple):
 Shape = tuple[Team, ...]
 
 
-def classes_of(tables: Tables) -> tuple[Class, ...]:
-    """The classes of a cluster, fastest device first."""
+def classes_of(tables: Tables, some: Collection[int] | None = None) -> tuple[Class, ...]:
+    """The classes of a cluster, or of `some` of its ranks, fastest device first."""
     cluster = tables.cluster
     found: dict[tuple[int, int, str], list[tuple[int, ...]]] = {}
     for node, ranks in enumerate(cluster.ranks_of_node):
         pools: dict[int, list[int]] = {}
         for rank in ranks:
-            pools.setdefault(tables.kind_of[rank], []).append(rank)
+            if some is None or rank in some:
+                pools.setdefault(tables.kind_of[rank], []).append(rank)
         for kind, pool in pools.items():
             found.setdefault((kind, len(pool), cluster.nodes[node].zone), []).append(tuple(pool))
     classes = [Class(cluster.devices[nodes[0][0]], tuple(nodes)) for nodes in found.values()]
     return tuple(sorted(classes, key=lambda c: (tables.table(c.nodes[0][:1], 1).whole_s, c.nodes)))
+
+
+def parts_of(cluster: Cluster, kind_of: Sequence[int]) -> list[frozenset[int]]:
+    """Parts of a cluster, all but the whole, as sets of ranks; one of those that differ only by equal nodes.
+
+    With up to `FEW_DEVICES` devices any number of equal devices of a node may be used, else all of a node or none; of
+    equal nodes any number up to `FEW_NODES`, else powers of two. Besides, 1, 2, 4, ... equal devices of one node alone.
+    """
+    alike: dict[tuple[object, ...], list[list[list[int]]]] = {}
+    """By what they are made of, the nodes; each with its ranks kind by kind."""
+    for node, ranks in enumerate(cluster.ranks_of_node):
+        pools: dict[int, list[int]] = {}
+        for rank in ranks:
+            pools.setdefault(kind_of[rank], []).append(rank)
+        alike.setdefault((cluster.nodes[node].zone, *((kind, len(pools[kind])) for kind in sorted(pools))), []).append(
+            [pools[kind] for kind in sorted(pools)])
+    options: list[list[frozenset[int]]] = []
+    found: dict[frozenset[int], None] = {}
+    for nodes in alike.values():
+        some = len(kind_of) <= FEW_DEVICES
+        counts = list(product(*(range(len(pool) + 1) for pool in nodes[0]))) if some else [
+            (0,) * len(nodes[0]), tuple(map(len, nodes[0]))]
+        sizes = range(len(nodes) + 1) if len(nodes) <= FEW_NODES else {
+            0, len(nodes), *(2**i for i in range(len(nodes).bit_length()))}
+        rows = [row for n in sorted(sizes) for row in combinations_with_replacement(counts[1:], n)]
+        options.append([frozenset(r for node, used in zip(nodes, row) for pool, n in zip(node, used) for r in pool[:n])
+                        for row in rows])
+        found |= dict.fromkeys(frozenset(pool[:2**i]) for pool in nodes[0] for i in range(len(pool).bit_length()))
+    if prod(map(len, options)) <= MOST_PARTS:
+        found |= dict.fromkeys(frozenset().union(*row) for row in product(*options))
+    else:
+        found |= dict.fromkeys(one for row in options for one in row)
+    return [one for one in found if 0 < len(one) < len(kind_of)]
 
 
 def tensor_degrees(job: Job, most: int) -> tuple[int, ...]:
@@ -119,9 +155,9 @@ def teams(members: Sequence[int], classes: Sequence[Class], tables: Tables, *, w
     """Teams that use all of the classes `members`, as far as their numbers allow.
 
     For every number of replicas, each class gives every replica as many tensor groups as it can, one stage each.
-    `wide` lets tensor groups span nodes. Where replicas have several stages there are two placements: neighbours
-    form a pipeline, or neighbours hold the same stage. `contexts` are the numbers of parts of a sequence to try; parts
-    may span nodes.
+    On small clusters stages of a class may also stand apart. `wide` lets tensor groups span nodes. Where replicas have
+    several stages there are two placements: neighbours form a pipeline, or neighbours hold the same stage. `contexts`
+    are the numbers of parts of a sequence to try; parts may span nodes.
     """
     found: list[Team] = []
     job = tables.job
@@ -140,12 +176,23 @@ def teams(members: Sequence[int], classes: Sequence[Class], tables: Tables, *, w
             for depth, replicas in depths.items():
                 if sum(depth) > blocks:
                     continue
-                kind = tuple((context, tables.signature(g[0])) for g, d in zip(groups, depth) for _ in range(d))
-                for by_stage in (False, True) if sum(depth) > len(order) and replicas > 1 else (False,):
-                    found.append(Team(kind, tuple(
-                        tuple(g[s * replicas + r if by_stage else r * d + s] for g, d in zip(groups, depth)
-                              for s in range(d)) for r in range(replicas)), context))
-    return found
+                plain = tuple(i for i, d in enumerate(depth) for _ in range(d))
+                lines = [plain]
+                if len(order) > 1 and len(tables.kind_of) <= FEW_DEVICES and sum(depth) <= FEW_STAGES:
+                    lines += [one for one in sorted({*permutations(plain)}) if _stretches(one) > len(order)]
+                for line in lines:  # the class of each stage, and which of its stages that is
+                    at = [(i, line[:s].count(i)) for s, i in enumerate(line)]
+                    kind = tuple((context, tables.signature(groups[i][0])) for i in line)
+                    for by_stage in (False, True) if sum(depth) > len(order) and replicas > 1 else (False,):
+                        found.append(Team(kind, tuple(
+                            tuple(groups[i][s * replicas + r if by_stage else r * depth[i] + s] for i, s in at)
+                            for r in range(replicas)), context))
+    return list(dict.fromkeys(found))
+
+
+def _stretches(line: Sequence[int]) -> int:
+    """How many stretches of equal members it has."""
+    return 1 + sum(a != b for a, b in pairwise(line))
 
 
 def shapes(tables: Tables, classes: Sequence[Class], choose: Callable[[tuple[int, ...]], Sequence[Team]]

@@ -32,6 +32,10 @@ from mixfleet.search.walk import Times
 MODES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
+LAYOUTS = 32
+"""Layouts that are remembered: those of many ranks are large."""
+
+
 class Pieces(NamedTuple):
     """Fewest replicas that share each kind of state: a rank holds one part in that many, which need not be whole."""
 
@@ -137,6 +141,7 @@ class Table:
         for b in blocks:
             self.kinds[b.kind] = (self.kinds.get(b.kind, (0,))[0] + 1, costs[b.kind][0], costs[b.kind][1][0])
         self.capacity_bytes = min(d.memory_bytes for d in devices)
+        self._moving: dict[tuple[int, bool, bool], tuple[Matrix, Matrix]] = {}
 
     def backward_of(self, stage: Stage, lo: int, hi: int) -> float:
         """Seconds backward through blocks `lo` to `hi - 1` of a stage, under its recompute modes."""
@@ -156,6 +161,26 @@ class Table:
     def whole_s(self) -> float:
         """Seconds of the whole model, forward and backward, for the micro-batch."""
         return sum(n * (f + b) for n, f, b in self.kinds.values())
+
+    def cheapest(self, state: Matrix, in_flight: int, *, first: bool, last: bool, communicators: int
+                 ) -> tuple[Matrix, Matrix]:
+        """Per block range, seconds of a micro-batch under the cheapest recompute for which `need_bytes` fits (`inf` if
+        none does), and which mode that is."""
+        framework = max(framework_bytes(d, communicators) for d in self.devices)
+        most = (self.capacity_bytes - framework) / allocator_factor(self.devices[0])
+        seconds = np.full_like(self.forward_s, inf)
+        chosen = np.zeros(seconds.shape, dtype=np.int8)
+        for mode in reversed(range(len(MODES))):
+            key = (mode, first, last)
+            if key not in self._moving:
+                moving = self.passing_bytes[mode] + (0 if first else 2 * self.edge_bytes[:, None]) + (
+                    0 if last else 2 * self.edge_bytes[None, :])
+                self._moving[key] = np.where(self.forward_s > 0, moving, inf), self.forward_s + self.backward_s[mode]
+            moving, whole_s = self._moving[key]
+            fits = state + in_flight * self.saved_bytes[mode] + moving <= most
+            seconds = np.where(fits, whole_s, seconds)
+            chosen[fits] = mode
+        return seconds, chosen
 
     def need_bytes(self, state: Matrix, mode: int, in_flight: int, *, first: bool, last: bool,
                    communicators: int) -> Matrix:
@@ -187,10 +212,24 @@ class Tables:
         self._tables: dict[tuple[object, ...], Table] = {}
         self._signatures: dict[tuple[int, ...], tuple[object, ...]] = {}
         self._states: dict[tuple[int, Pieces], Matrix] = {}
+        self._layouts: dict[object, Layout] = {}
         self.prices: dict[object, Any] = {}
         self.seconds: dict[tuple[object, ...], float] = {}
         self.walks: dict[tuple[object, ...], Times | None] = {}
         """What `bounds` remembers."""
+
+    def layout(self, plan: Plan) -> Layout:
+        """The layout of a plan's state, which plans share that differ in samples, micro-batches, recompute, or in order
+        alone; the last few are remembered."""
+        key = (plan.sharding, plan.expert, plan.expert_shares, plan.synchronous, plan.schedule == "roundpipe", tuple([
+            (pipe.replicas, pipe.context, tuple([(one.devices, one.tensor, one.chunks, one.ahead, one.shares,
+                                                  one.dispatch, one.offload) for one in pipe.stages]))
+            for pipe in plan.pipelines]))
+        found = self._layouts.pop(key, None) or Layout(plan, self.job.model, self.units)
+        if len(self._layouts) == LAYOUTS:
+            del self._layouts[next(iter(self._layouts))]
+        self._layouts[key] = found
+        return found
 
     def signature(self, ranks: tuple[int, ...]) -> tuple[object, ...]:
         """Tensor groups of equal signature cost the same."""

@@ -29,6 +29,19 @@ Demands = tuple[tuple[int, float], ...]
 """(port, bytes)"""
 
 
+class Moved(NamedTuple):
+    """What a transfer loads, as plain numbers."""
+
+    latency_s: float
+    demands: Demands
+    turn_s: float
+
+    @staticmethod
+    def of(loads: Loads) -> Moved:
+        return Moved(loads.latency_s, tuple(zip(loads.ports.tolist(), np.round(loads.nbytes, 2).tolist())),
+                     loads.turn_s)
+
+
 class Entity(NamedTuple):
     """One copy of a stage: a tensor-parallel group, which acts as one."""
 
@@ -94,9 +107,10 @@ class Traffic:
         demands = self.instances[instance].demands
         return self._ports.names[max(demands, key=lambda d: d[1] / self.capacities[d[0]])[0]] if demands else ""
 
-    def _add(self, kind: Kind, members: Iterable[int], loads: Loads) -> None:
-        instance = Instance(kind, tuple(members), loads.latency_s, tuple(
-            zip(loads.ports.tolist(), np.round(loads.nbytes, 2).tolist())), loads.turn_s)
+    def _add(self, kind: Kind, members: Iterable[int], moved: Moved | Loads) -> None:
+        if isinstance(moved, Loads):
+            moved = Moved.of(moved)
+        instance = Instance(kind, tuple(members), *moved)
         for member in instance.members:
             self.at[member, kind] = len(self.instances)
         self.instances.append(instance)
@@ -163,12 +177,17 @@ class Traffic:
                      for x, y, n in ways)
         return self._ports.message(a, b, parts, nbytes, kind)
 
-    def _message(self, a: int, b: int, nbytes: int) -> Loads:
-        """A message in the sequence shards that the ranks of entity `a` send to those of `b`."""
+    def _message(self, a: int, b: int, nbytes: int) -> Moved:
+        """A message in the sequence shards that the ranks of entity `a` send to those of `b`, remembered for all plans
+        on the cluster."""
         here, there = self.entities[a], self.entities[b]
-        whole = len(here.ranks) * len(there.ranks)
-        return self._ports.message(here.ranks, there.ranks,
-                                   ((x, y, n / whole) for x, y, n in shards(here, there, whole)), nbytes)
+        known, key = self._ports.known, ("moved", here.ranks, there.ranks, nbytes)
+        if key not in known:
+            whole = len(here.ranks) * len(there.ranks)
+            known[key] = Moved.of(self._ports.message(
+                here.ranks, there.ranks, ((x, y, n / whole) for x, y, n in shards(here, there, whole)), nbytes))
+        found: Moved = known[key]
+        return found
 
     def _state(self) -> None:
         layout, plan = self._layout, self._plan
@@ -241,11 +260,12 @@ class Traffic:
                 self._add((op, unit, i), group, self._collective(tuple(calls.get(root, ()))))
         return len(phases)
 
-    def _collective(self, calls: tuple[tuple[CollectiveOp, int, tuple[int, ...]], ...]) -> Loads:
-        """Collectives that happen together, as (operation, bytes, ranks)."""
-        known: dict[object, Loads] = self._ports.known
+    def _collective(self, calls: tuple[tuple[CollectiveOp, int, tuple[int, ...]], ...]) -> Moved:
+        """Collectives that happen together, as (operation, bytes, ranks), remembered for all plans on the cluster."""
+        known: dict[object, Moved] = self._ports.known
         if calls not in known:
-            known[calls] = Loads.together([self._ports.loads(*call) for call in calls]) if calls else NO_LOADS
+            known[calls] = Moved.of(
+                Loads.together([self._ports.loads(*call) for call in calls]) if calls else NO_LOADS)
         return known[calls]
 
 
@@ -269,6 +289,8 @@ def moves(layout: Layout, op: str, unit: int) -> list[Moves]:
         rows: tuple[list[list[Ints]], list[list[Ints]]] = [], []
         for _, lo, hi, has, wants in parts:
             n = len(wants)
+            if not n:  # a replica without any of these experts
+                continue
             size = np.diff((hi - lo) * np.arange(n + 1) // n)
             rows[0].append([np.repeat(has, n), np.tile(wants, len(has)), np.tile(size, len(has))])
             rows[1].append([np.repeat(wants, n), np.tile(wants, n), np.repeat(size, n)])
