@@ -18,8 +18,11 @@ from mixfleet.job import Data, Job, Lengths
 from mixfleet.model.families import build
 from mixfleet.plan import Pipeline, Plan, Sharding, Stage
 from mixfleet.plan_rules import why_not
+from mixfleet.program.layout import Layout
+from mixfleet.program.lower import lower
 from mixfleet.samples import open_sizes
 from mixfleet.sim import predict
+from mixfleet.sim.interpreter import play
 from run_pool import CLUSTER, CPU, job, pipe, plan
 
 TAIL = Lengths(kind="lognormal", median=48, sigma=0.8, least=4)
@@ -273,6 +276,33 @@ def test_a_long_tail_is_predicted() -> None:
     assert max(found["packed"].step_s, found["bucketed"].step_s) < 0.5 * found["padded"].step_s
     assert [d.peak_bytes for d in found["packed"].devices] == [d.peak_bytes for d in found["padded"].devices]
     assert predict(two(), long_job(lengths=None), MIXED).batches is None
+
+
+@pytest.mark.parametrize("batching", ["bucketed", "packed"])
+def test_who_shares_experts_goes_in_step(batching: str) -> None:
+    """Forwards with layers of experts take as long on both devices as on the slower with its own rows of that micro-batch, folded or
+    not; a replica that has experts alone waits for nobody."""
+    figures = {"layers": 2, "hidden": 32, "heads": 4, "vocab": 64, "max_seq_len": 256, "experts": 4,
+               "experts_per_token": 2, "expert_ffn": 48}
+    work = long_job(8).replace(model=build(figures))
+    shared = two(batching, (4, 4), 1).replace(expert=2)
+    batcher = Batcher(shared, work, MIXED)
+    assert batcher._in_step
+    batch = batcher.step(steps_of(work, 1)[0])
+    assert [m.width for m in batch.micro[0]] != [m.width for m in batch.micro[1]]
+
+    def layers(this: Plan, *, fold: bool) -> list[list[int]]:
+        layout = Layout(this, work.model)
+        played = play(lower(this, work.model, layout), this, work, MIXED, layout, fold=fold, batch=batch)
+        return [[sum(part.ns for part in parts) for a, parts in zip(row.actions, row.parts) if a.op == "F"]
+                for row in played.rows]
+
+    fast, slow = layers(shared, fold=True)
+    assert fast == slow
+    assert [fast, slow] == layers(shared, fold=False)
+    alone = layers(shared.replace(expert=1), fold=True)
+    assert alone[0] != alone[1]
+    assert all(a > max(both) for a, both in zip(fast, zip(*alone), strict=True))  # and rows travel
 
 
 def test_flops_are_those_of_real_tokens() -> None:

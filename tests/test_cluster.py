@@ -1,5 +1,6 @@
 """Clusters: the file form, errors with their place, round trips, paths between devices."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,15 @@ def test_a_path_passes_the_shared_ports_of_every_level(load):
     assert path.latency_s == pytest.approx(5e-6 + 7e-6 + 3e-6)
     assert lab.path(2, 4).level == "nic"  # two nodes of one rack
     assert lab.path(0, 1).level == "node"
+
+
+def test_devices_as_they_are_printed(load):
+    text = "mixfleet: cluster/1\nnodes:\n  - {{name: x, devices: [{}, H100-SXM], link: pcie}}\n"
+    assert load(text.format("3 x RTX4090")) == load(text.format("{device: RTX4090, count: 3}"))
+    for wrong, says in (("0 x RTX4090", "count is 0"), ("2 x RTX4091", "unknown device 'RTX4091'; did you mean"),
+                        ("2 RTX4090", "unknown device '2 RTX4090'; did you mean")):
+        with pytest.raises(InputError, match=re.escape(says)):
+            load(text.format(wrong))
 
 
 def test_an_instance_brings_devices_adapter_memory_and_price(load):

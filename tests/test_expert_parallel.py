@@ -9,8 +9,9 @@ import pytest
 
 pytest.importorskip("torch")
 
+from mixfleet.batching import Batcher, steps_of
 from mixfleet.cluster import Cluster
-from mixfleet.job import Job
+from mixfleet.job import Data, Job, Lengths
 from mixfleet.plan import Plan
 from mixfleet.plan_rules import why_not
 from mixfleet.program.check import check
@@ -25,6 +26,7 @@ from test_run_equality import check_equality
 
 MOE = {"experts": 4, "experts_per_token": 2, "expert_ffn": 12, "kv_heads": 2}
 FIVE = {**MOE, "experts": 5}
+LENGTHS = {"data": Data(lengths=Lengths(kind="uniform"))}
 CLIP = {"clip_norm": 0.3}
 
 
@@ -84,6 +86,16 @@ CASES = {
     "layered accumulation, zero-3": Case(
         plan(replicas(2, samples=3), sharding=(2, 2, 2), accumulation="layered").replace(expert=2),
         job(figures=FIVE, **CLIP)),
+    "packed, unequal shares, zero-2": Case(
+        plan(replicas(2, samples=4, micro_batch=2), sharding=(1, 2, 2), batching="packed").replace(
+            expert=2, expert_shares=(3, 1)), job(8, figures=MOE, **LENGTHS, **CLIP)),
+    "bucketed, two groups of two, full recompute": Case(
+        plan(replicas(4, samples=2, recompute="full"), batching="bucketed").replace(expert=2),
+        job(8, figures=FIVE, **LENGTHS)),
+    "packed, pipelines of unequal micro-batches": Case(
+        plan(pipe((0, 3, 5), (0,), (1,), samples=4, micro_batch=2),
+             pipe((0, 3, 5), (2,), (3,), samples=2, micro_batch=1), batching="packed").replace(expert=2),
+        job(figures=MOE, **LENGTHS)),
 }
 
 
@@ -100,16 +112,18 @@ def check_bytes(case: Case, outcomes: list[Outcome]) -> None:
     """With the rows that a run reports, the prediction of what each rank sends is exact; state is as predicted."""
     layout = Layout(case.plan, case.job.model)
     program = lower(case.plan, case.job.model, layout)
+    batches = [Batcher(case.plan, case.job, CLUSTER).step(lengths)
+               for lengths in steps_of(case.job, case.steps)] or [None] * case.steps
     routing = {rank: outcome.routed for rank, outcome in zip(case.plan.ranks, outcomes)}
     nothing = {rank: {name: [0] * len(rows) for name, rows in routed.items()} for rank, routed in routing.items()}
-    all_rows, no_rows = (bytes_sent(program, case.plan, case.job, layout, r) for r in (routing, nothing))
+    all_rows, *no_rows = (bytes_sent(program, case.plan, case.job, layout, r, batch) for r, batch in (
+        (routing, batches[0]), *((nothing, batch) for batch in batches)))
     for rank, outcome in zip(case.plan.ranks, outcomes):
         sent: Counter[str] = Counter()
         for (op, _), nbytes in outcome.sent.items():
             sent[op] += nbytes
-        each = Counter(no_rows[str(rank)])  # of every step; the rows that are reported are those of all
-        expected = {op: case.steps * n for op, n in each.items()}
-        expected["E"] += all_rows[str(rank)]["E"] - each["E"]
+        expected = sum((Counter(one[str(rank)]) for one in no_rows), Counter())
+        expected["E"] += all_rows[str(rank)]["E"] - no_rows[0][str(rank)]["E"]  # the rows reported are those of all
         assert {op: n for op, n in sent.items() if n} == expected
         state = static(layout, case.job, rank)
         assert outcome.state_bytes == {"weights": state.weights, "gradients": state.gradients,

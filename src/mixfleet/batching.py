@@ -14,7 +14,7 @@ that no step takes more memory than predicted. See `docs/data.md`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from math import inf, lcm
 from pathlib import Path
 from typing import NamedTuple
@@ -123,7 +123,7 @@ class Batcher:
     def __init__(self, plan: Plan, job: Job, cluster: Cluster) -> None:
         self.batching: Batching = plan.batching
         self._seq_len = job.seq_len
-        self._in_step = plan.sharding.gradients > 1 and plan.accumulation == "plain"
+        self._in_step = plan.expert > 1 or (plan.sharding.gradients > 1 and plan.accumulation == "plain")
         known: dict[object, Curve] = {}
         self.bins: list[Bin] = []
         self._naive: list[list[tuple[int, ...]]] = []
@@ -167,7 +167,7 @@ class Batcher:
         if not self._in_step:
             return max(_seconds(one, b) for one, b in zip(micro, self.bins))
         costs = [sorted(map(b.curve.micro, one), reverse=True) for one, b in zip(micro, self.bins)]
-        return float(sum(max(together) for together in zip(*costs)))
+        return float(sum(map(max, zip_longest(*costs, fillvalue=0.0))))
 
     def _grouped(self, places: Sequence[int], lengths: Sequence[int], b: Bin) -> list[Micro] | None:
         """One replica's samples in its micro-batches; None if there is no room."""

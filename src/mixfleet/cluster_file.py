@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import groupby
@@ -230,8 +231,7 @@ def _nodes(doc: Document, keys: Keys, form: _NodeForm, alone: bool) -> Iterator[
         for i, entry in enumerate(form.devices if isinstance(form.devices, tuple) else (form.devices,)):
             at = (*keys, "devices", i) if several else (*keys, "devices")
             with _located(doc, at):
-                devices += _devices(_DeviceForm(device=entry) if isinstance(entry, str) else entry,
-                                    Path(doc.path).parent)
+                devices += _devices(_counted(entry) if isinstance(entry, str) else entry, Path(doc.path).parent)
     if not devices:
         raise InputError(f"node {form.name}: devices is empty", where=doc.where(keys))
     if form.count * len(devices) > MOST:
@@ -263,6 +263,12 @@ def _started_from(name: str, folder: Path, inside: tuple[Path, ...]) -> dict[str
         return dict(device_fields(name))
     found = _load_device(folder / name, inside)
     return {f: getattr(found, f) for f in found.__struct_fields__}
+
+
+def _counted(text: str) -> _DeviceForm:
+    """`8 x H100-SXM`, as `mixfleet show` prints it, or one device of that name."""
+    found = re.fullmatch(r"(\d+) x (.+)", text)
+    return _DeviceForm(device=found[2], count=int(found[1])) if found else _DeviceForm(device=text)
 
 
 def _devices(form: _DeviceForm, folder: Path, inside: tuple[Path, ...] = ()) -> list[Device]:

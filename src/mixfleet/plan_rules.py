@@ -84,8 +84,6 @@ def _wrong_batching(plan: Plan, job: Job) -> Iterator[str]:
                    "Take `replicas` of the whole pipeline, or `batching: padded`")
     if plan.shared:
         yield f"{what}, which cannot go with pipelines that share devices; take `batching: padded`"
-    if plan.expert > 1:
-        yield f"{what}, which cannot go with experts shared by replicas; take expert 1, or `batching: padded`"
     if not plan.synchronous:
         yield (f"{what}, which cannot go with the schedule {plan.schedule}; take a synchronous one, or `batching: "
                "padded`")

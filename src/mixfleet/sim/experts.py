@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import inf
 
+from mixfleet.batching import Batch
 from mixfleet.job import Job
 from mixfleet.model.spec import Block, ExpertShare, TensorComm
 from mixfleet.plan import Plan
@@ -11,10 +12,10 @@ from mixfleet.plan import Plan
 
 class Experts:
     """The replicas of a plan that share experts. Without expert parallelism nobody does: every answer is None or the
-    replica alone."""
+    replica alone. Micro-batches are those of `batch`, or rows of `seq_len`."""
 
-    def __init__(self, plan: Plan, job: Job) -> None:
-        self._plan, self._job = plan, job
+    def __init__(self, plan: Plan, job: Job, batch: Batch | None = None) -> None:
+        self._plan, self._job, self._batch = plan, job, batch
         self.shared = plan.expert > 1
         self._group_of = {k: group for group in plan.expert_groups for k in group} if self.shared else {}
         self._tokens: dict[tuple[int, int], int] = {}
@@ -24,7 +25,9 @@ class Experts:
         return self._group_of.get(replica, range(replica, replica + 1))
 
     def tokens(self, replica: int, micro_batch: int) -> int:
-        """Tokens of a replica's micro-batch of this number; of its largest for -1."""
+        """Tokens of a replica's micro-batch of this number, padding included; for -1, the most that one may have."""
+        if self._batch is not None and micro_batch >= 0:
+            return self._batch.micro[replica][micro_batch].positions
         p, copy = self._plan.replicas[replica]
         pipe = self._plan.pipelines[p]
         sizes = pipe.micro_batches

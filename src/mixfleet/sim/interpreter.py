@@ -49,8 +49,6 @@ from mixfleet.sim.pricing import Part, Pricing
 from mixfleet.sim.traffic import Entity, Kind, Traffic
 from mixfleet.units import NS_PER_S
 
-_SHAPED = (F, B, I, W, PARK_SAVED, LOAD_SAVED)
-"""Actions whose work is that of a micro-batch."""
 _SENDER = {SEND_ACT: SEND_ACT, RECV_ACT: SEND_ACT, SEND_GRAD: SEND_GRAD, RECV_GRAD: SEND_GRAD,
            SEND_KEPT: SEND_KEPT, RECV_KEPT: SEND_KEPT}
 """From a point-to-point action to that of the sender."""
@@ -119,7 +117,7 @@ class _Player:
                        for m in range(stage.members)}
         self._roles = {(role.pipeline, role.stage): role for role in program.roles}
         self._traffic = Traffic(plan, job, cluster, layout)
-        self._pricing = Pricing(plan, job, cluster, layout, self._traffic)
+        self._pricing = Pricing(plan, job, cluster, layout, self._traffic, batch)
         count, capacities = len(self._traffic.entities), self._traffic.capacities
         # What entities compute passes their cores, as transfers do.
         instances = self._traffic.instances + [Instance("compute", (e,), 0.0, tuple((port, 1.0) for port in ports))
@@ -133,10 +131,11 @@ class _Player:
         self._link: dict[int, int] = {}
         """Task -> the instance of its transfer."""
 
-    def _shapes(self, e: int) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
+    def _shapes(self, e: int) -> tuple[object, ...]:
         """What the micro-batches of an entity are to the clock."""
         assert self._batch is not None
-        return tuple((len(m.rows), m.width, m.segments) for m in self._batch.micro[self._traffic.entities[e].replica])
+        return tuple(self._pricing.shapes(e, mb)
+                     for mb in range(len(self._batch.micro[self._traffic.entities[e].replica])))
 
     def play(self) -> Played:
         groups: dict[tuple[int, ...], list[int]] = {}
@@ -224,11 +223,10 @@ class _Player:
         key = (action.op, action.lo, action.hi, action.seat, action.mb if own else size)
         found = known.get(key)
         if found is None:
-            micro = self._batch.micro[entity.replica][action.mb] if self._batch and action.op in _SHAPED else None
-            parts = self._pricing.parts(e, action, size, micro)
+            parts = self._pricing.parts(e, action, size)
             ns = sum(part.ns for part in parts)
             made = self._flows.computing(e, ns) if stream == "compute" else self._flows.host(
-                e, ns, self._pricing.moved(e, action, size, micro))
+                e, ns, self._pricing.moved(e, action, size))
             found = known[key] = (parts, *made)
         return found
 

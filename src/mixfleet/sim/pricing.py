@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from mixfleet.batching import Micro
+from mixfleet.batching import Batch, Micro
 from mixfleet.cluster import Cluster, Device
 from mixfleet.cost.clock import held_cost
 from mixfleet.cost.kernels import accumulate_s, anticipate_s, copy_s, foresee, host_copy_s, host_step_s, optimizer_s
@@ -82,10 +82,12 @@ class Part(NamedTuple):
 
 
 class Pricing:
-    """Durations of what an entity does by itself."""
+    """Durations of what an entity does by itself. `batch` is what the micro-batches of the step are; None for rows of
+    `seq_len`."""
 
-    def __init__(self, plan: Plan, job: Job, cluster: Cluster, layout: Layout, traffic: Traffic) -> None:
-        self._plan, self._job, self._cluster, self._layout = plan, job, cluster, layout
+    def __init__(self, plan: Plan, job: Job, cluster: Cluster, layout: Layout, traffic: Traffic,
+                 batch: Batch | None = None) -> None:
+        self._plan, self._job, self._cluster, self._layout, self._batch = plan, job, cluster, layout, batch
         self._entities, self._alike = traffic.entities, traffic.unit_kind
         self._hashes: dict[int, int] = {}
         self._numbers: dict[object, int] = {}
@@ -100,7 +102,7 @@ class Pricing:
         self._tokens = [plan.pipelines[x.pipeline].tokens(job.seq_len, plan.replicas[x.replica][1])
                         for x in self._entities]
         self._sharing: dict[int, tuple[object, ...]] = {}
-        self._experts = Experts(plan, job)
+        self._experts = Experts(plan, job, batch)
         self.meets = self._experts.shared
         """Whether entities go in step with those that share their experts."""
         self._routes = {b.kind: b for b in job.model.blocks if b.routed}
@@ -313,14 +315,23 @@ class Pricing:
                     passing[port] += seconds
         return own.latency_s + own.turn_s + max(passing.values(), default=0.0)
 
-    def parts(self, e: int, action: Action, micro_batch: int, micro: Micro | None = None) -> tuple[Part, ...]:
-        """What a compute action is made of, in order; `micro_batch` are the samples that the entity has of it, of
-        `seq_len` or as `micro` says."""
+    def _micro(self, e: int, mb: int) -> Micro | None:
+        return None if self._batch is None else self._batch.micro[self._entities[e].replica][mb]
+
+    def shapes(self, e: int, mb: int) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
+        """What a micro-batch of the step's batch is to the clock: its own shape, and those of others that the entity
+        goes in step with."""
+        found = (self._micro(m, mb) for m in (self._in_step(e) if self._experts.shared else [e]))
+        return tuple((len(micro.rows), micro.width, micro.segments) for micro in found if micro is not None)
+
+    def parts(self, e: int, action: Action, micro_batch: int) -> tuple[Part, ...]:
+        """What a compute action is made of, in order; `micro_batch` are the samples that the entity has of it where
+        rows are of `seq_len`."""
         if action.op in (F, B, I, W, AHEAD) or action.op in PARKS:
             if not micro_batch:
                 return ()
-            key: tuple[object, ...] = (self.kind(e), action.op, action.lo, action.hi, micro_batch if micro is None else
-                                       (len(micro.rows), micro.width, micro.segments))
+            key: tuple[object, ...] = (self.kind(e), action.op, action.lo, action.hi,
+                                       self.shapes(e, action.mb) or micro_batch)
             if self._experts.shared:  # whose micro-batches may shrink apart
                 key += tuple(self._experts.tokens(self._entities[m].replica, action.mb) for m in self._mates(e))
         elif action.op in (STEP, PUSH, PULL) or action.op in HOST:
@@ -333,13 +344,13 @@ class Pricing:
             first = self._alike[action.lo]
             made = (self._step(e, first) if action.op == STEP else self._wave(e, action.op, first)
                     if action.op in (PUSH, PULL) else self._copy(e, action, first) if action.op in HOST
-                    else self._park(e, action, micro_batch, micro) if action.op in PARKS
-                    else self._blocks(e, action, micro_batch, micro) if action.op in (F, B, I, W, AHEAD)
+                    else self._park(e, action, micro_batch) if action.op in PARKS
+                    else self._blocks(e, action, micro_batch) if action.op in (F, B, I, W, AHEAD)
                     else self._version(e, action))
             self._known[key] = tuple(Part(c, ns) for c, s in made if (ns := round(s * NS_PER_S)))
         return self._known[key]
 
-    def _blocks(self, e: int, action: Action, micro_batch: int, micro: Micro | None) -> list[tuple[str, float]]:
+    def _blocks(self, e: int, action: Action, micro_batch: int) -> list[tuple[str, float]]:
         """A tensor group, all who hold parts of the same sequences, and in actions with layers of experts those who
         share these, go at the pace of the slowest device, block by block."""
         ranks, stage, job, parts = self._entities[e].ranks, self._stage(e), self._job, self._parts_of(e)
@@ -348,11 +359,8 @@ class Pricing:
         together = self._in_step(e) if meet else parts
         devices = list({self._device[r]: self._cluster.devices[r] for r in ranks}.values())
         lengths = {m: self._tokens[m] for m in together}
-        whole = job.seq_len
-        segments: tuple[int, ...] = ()
-        if micro is not None:  # which no one shares: it is all of its samples
-            micro_batch, whole, segments = len(micro.rows), micro.width, micro.segments
-            lengths = {e: whole}
+        whole = dict.fromkeys(together, job.seq_len)
+        segments: dict[int, tuple[int, ...]] = {}
         kinds = {(self._device[r], x.replica if self._experts.shared else lengths[m]): (
             m, self._cluster.devices[r]) for m in together for x in (self._entities[m],) for r in x.ranks}
         forward = backward = weight = recompute = tensor = expert = 0.0
@@ -360,6 +368,9 @@ class Pricing:
         sizes = dict.fromkeys(together, micro_batch)
         if meet:
             sizes = {m: self._experts.tokens(self._entities[m].replica, action.mb) // self._tokens[m] for m in together}
+        for m in together if self._batch else ():
+            if micro := self._micro(m, action.mb):  # which is all of its samples
+                sizes[m], lengths[m], whole[m], segments[m] = len(micro.rows), micro.width, micro.width, micro.segments
         for i in range(action.lo, action.hi):
             block = job.model.blocks[i]
             mode = modes.get(i, "none")
@@ -368,7 +379,7 @@ class Pricing:
                 x, tokens = self._entities[m], lengths[m]
                 share = self._experts.share(block, x.replica, len(x.ranks), action.mb)
                 costs.append(held_cost(block, sizes[m], tokens, len(x.ranks), device, job, mode,
-                                       whole / tokens, share, segments))
+                                       whole[m] / tokens, share, segments.get(m, ())))
             mine = self._experts.share(block, self._entities[e].replica, len(ranks), action.mb)
             talk = {phase: max(self._tensor_s(m, block, sizes[m], lengths[m], phase) for m in together)
                     if len(ranks) > 1 else 0.0 for phase in ("forward", "backward")}
@@ -407,24 +418,24 @@ class Pricing:
         sizes = [host_bytes(self._layout, self._job, unit, post, op, whole=action.mb < 0) for post in entity.posts]
         return [(HOST[op], max(host_copy_s(n, self._cluster.devices[r]) for r, n in zip(entity.ranks, sizes)))]
 
-    def _parked(self, e: int, action: Action, micro_batch: int, micro: Micro | None) -> dict[int, int]:
+    def _parked(self, e: int, action: Action, micro_batch: int) -> dict[int, int]:
         """By rank, the bytes of what a block saves of a micro-batch and the host can keep."""
         entity, stage, job, b = self._entities[e], self._stage(e), self._job, action.lo
         tokens, context = self._tokens[e], job.seq_len / self._tokens[e]
-        if micro is not None:
+        if micro := self._micro(e, action.mb):
             micro_batch, tokens, context = len(micro.rows), micro.width, 1.0
         share = self._experts.share(job.model.blocks[b], entity.replica, len(entity.ranks), action.mb)
         return {r: parked_bytes(job.model.blocks[b], micro_batch, tokens, len(entity.ranks), self._cluster.devices[r],
                                 job, stage.modes[b], context, share, first=b == 0) for r in entity.ranks}
 
-    def _park(self, e: int, action: Action, micro_batch: int, micro: Micro | None) -> list[tuple[str, float]]:
-        found = self._parked(e, action, micro_batch, micro)
+    def _park(self, e: int, action: Action, micro_batch: int) -> list[tuple[str, float]]:
+        found = self._parked(e, action, micro_batch)
         return [(PARKS[action.op], max(host_copy_s(n, self._cluster.devices[r]) for r, n in found.items()))]
 
-    def moved(self, e: int, action: Action, micro_batch: int, micro: Micro | None) -> int:
+    def moved(self, e: int, action: Action, micro_batch: int) -> int:
         """Bytes that a copy between the devices of an entity and their host moves."""
         if action.op in PARKS and micro_batch:
-            return sum(self._parked(e, action, micro_batch, micro).values())
+            return sum(self._parked(e, action, micro_batch).values())
         if action.op not in HOST:
             return 0
         return sum(host_bytes(self._layout, self._job, self._alike[action.lo], post, action.op, whole=action.mb < 0)

@@ -46,7 +46,7 @@ def bytes_sent(program: Program, plan: Plan, job: Job, layout: Layout, routing: 
     expert only the data say: with `routing`, what a run reports, its bytes are exact; without, every expert gets
     equally many rows."""
     found: dict[int, Counter[str]] = {rank: Counter() for rank in plan.ranks}
-    experts = Experts(plan, job)
+    experts = Experts(plan, job, batch)
     counted: set[tuple[object, ...]] = set()
     moved: dict[tuple[str, int], Counter[int]] = {}
     for role in (whole.view(seat) for whole in program.roles for seat in range(len(whole.seats))):
