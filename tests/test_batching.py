@@ -280,8 +280,8 @@ def test_a_long_tail_is_predicted() -> None:
 
 @pytest.mark.parametrize("batching", ["bucketed", "packed"])
 def test_who_shares_experts_goes_in_step(batching: str) -> None:
-    """Forwards with layers of experts take as long on both devices as on the slower with its own rows of that micro-batch, folded or
-    not; a replica that has experts alone waits for nobody."""
+    """Forwards with layers of experts take as long on both devices as on the slower with its own rows of that
+    micro-batch, folded or not; a replica that has experts alone waits for nobody."""
     figures = {"layers": 2, "hidden": 32, "heads": 4, "vocab": 64, "max_seq_len": 256, "experts": 4,
                "experts_per_token": 2, "expert_ffn": 48}
     work = long_job(8).replace(model=build(figures))

@@ -518,8 +518,17 @@ def test_cost_objective_leaves_dear_devices_idle():
 
 
 def test_time_limit_is_reported():
+    """Even then there is a plan if one fits, and what was not looked at is not said to lack memory."""
     result = find(job(layers=6, batch=24), mixed(), max_seconds=0.0)
     assert not result.complete
+    assert result.best is not None
+    assert result.best.prediction.fits
+    whole = find(job(layers=6, batch=24), mixed())
+    assert whole.best.prediction.step_s <= result.best.prediction.step_s <= 4 * whole.best.prediction.step_s
+    assert "memory" not in next(other.why_not for other in result.alternatives if other.name.startswith("only"))
+    nothing = find(job(layers=6, batch=24, hidden=32768), mixed(), max_seconds=0.0)
+    assert nothing.best is None
+    assert not nothing.complete
 
 
 def test_progress_tells_of_better_plans():

@@ -11,10 +11,10 @@ from mixfleet.job import Job
 from mixfleet.plan import Pipeline, Plan, Sharding, Synchronization
 from mixfleet.plan_rules import why_not
 from mixfleet.search.bounds import Whole, upper_samples_per_s, whole_sequences
-from mixfleet.search.finder import TRIED, Search
+from mixfleet.search.finder import Search
 from mixfleet.search.miss import nearest_miss
 from mixfleet.search.result import Alternative, LeftOver, Ranked, SearchResult
-from mixfleet.search.space import Team, context_degrees, shapes, tensor_degrees
+from mixfleet.search.space import Team, context_degrees, tensor_degrees
 from mixfleet.search.tables import Pieces, Tables
 from mixfleet.search.uneven import stranded
 from mixfleet.search.variants import is_deep, is_replicated, laid
@@ -291,7 +291,7 @@ def _alternatives(search: Search) -> list[Judged]:
     found = [_even(search, "even DDP over all devices", sharded=False),
              _even(search, "even FSDP (ZeRO-3) over all devices", sharded=True)]
     if 0 < len(fast) < len(everyone):
-        found.append(_fastest_only(search, fastest, fast))
+        found.append(_fastest_only(search, f"only the {len(fast)} fastest devices ({fastest})"))
     return found
 
 
@@ -346,22 +346,15 @@ def _even(search: Search, name: str, *, sharded: bool) -> Judged:
     return Alternative(name=name, why_not=why), None
 
 
-def _fastest_only(search: Search, name: str, ranks: Sequence[int]) -> Judged:
+def _fastest_only(search: Search, name: str) -> Judged:
     """The best plan on the fastest kind of device alone, the others idle; searched like the whole."""
-    title = f"only the {len(ranks)} fastest devices ({name})"
-    only = set(ranks)
-    inside = [plan for _, _, plan in search.scored() if only.issuperset(plan.ranks)]
+    search.begin()
+    inside = search.on_fastest()
     if not inside:
-        part = search.part()
-        members = [i for i, c in enumerate(part.classes) if c.device.name == name]
-        part.expand(shapes(part.tables, [part.classes[i] for i in members], lambda chosen: part.candidates.choose(
-            tuple(members[i] for i in chosen), part.classes)), 1, simulations=TRIED, ahead=0)
-        inside = [plan for _, _, plan in part.scored()]
-        search.found |= {plan: part.found[plan] for plan in inside}
-    if not inside:
-        return Alternative(name=title, why_not="does not fit in their memory"), None
+        return Alternative(name=name, why_not="no plan was found in the time given" if search.late() else
+                           "does not fit in their memory"), None
     prediction = search.found[inside[0]]
-    return Alternative(name=title, plan=inside[0], step_s=prediction.step_s,
+    return Alternative(name=name, plan=inside[0], step_s=prediction.step_s,
                        summary=summary(search, inside[0])), prediction
 
 

@@ -56,6 +56,12 @@ MOST_FORESEEN = 64
 """The largest micro-batch whose products are worked out together beforehand."""
 EXPANDED = 300
 """Shapes whose plans are worked out."""
+PATIENCE = 64
+"""Bounds that are worked out in a row before the plan with the least is simulated: its score drops others."""
+BEGUN, EXPANDING = 0.25, 0.5
+"""Parts of the time left in which the fastest devices are searched by themselves, and shapes are worked out."""
+LAST = 8
+"""Simulations in all up to which a search whose time is over goes on if it has found nothing."""
 SIMULATED, EXACT_SIMULATED = 14, 4000
 """Simulations of templates, and of a space that is enumerated in full."""
 TURNED: tuple[ScheduleName, ...] = ("chimera", "dualpipe", "dualpipe-v")
@@ -105,6 +111,7 @@ class Search:
         self.rejected = self.candidates.rejected
         self.considered = self.simulated = 0
         self.complete = True
+        self._begun = False
         self.names = names
         """Schedules that pipelines of several stages may have; any that the search knows if none."""
         self.remaining = inf
@@ -116,9 +123,27 @@ class Search:
             raise InputError(f"objective is 'cost', but {missing} has no price_per_hour; add it to the cluster file, "
                              "or take objective 'time'")
 
-    def part(self) -> Search:
-        """A fresh search of the same job on the same cluster, for a part of the space."""
-        return Search(self.job, self.cluster, self.objective, max(0.0, self._until - monotonic()), None, self.names)
+    def begin(self) -> None:
+        """Searches the fastest kind of device by itself, if there are others: what it finds is the score to beat, one
+        answer to what else one would do, and an answer if time runs out."""
+        fastest = self.classes[0].device.name
+        members = [i for i, c in enumerate(self.classes) if c.device.name == fastest]
+        if self._begun or len(members) == len(self.classes) or self.on_fastest():
+            return
+        self._begun = True
+        part = Search(self.job, self.cluster, self.objective, BEGUN * (self._until - monotonic()), None, self.names)
+        part.expand(shapes(part.tables, [part.classes[i] for i in members], lambda chosen: part.candidates.choose(
+            tuple(members[i] for i in chosen), part.classes)), 1, simulations=TRIED, ahead=0)
+        self.found |= part.found
+        self.misses |= part.misses
+        self.considered += part.considered
+        self.simulated += part.simulated
+
+    def on_fastest(self) -> list[Plan]:
+        """Plans found on the fastest kind of device alone, best first."""
+        fastest = self.classes[0].device.name
+        return [plan for _, _, plan in self.scored()
+                if all(self.cluster.devices[rank].name == fastest for rank in plan.ranks)]
 
     # --- judging -------------------------------------------------------------------------------------------------
 
@@ -187,10 +212,11 @@ class Search:
         `ahead` pipelines under any schedule."""
         bounds = [(self.score(self.candidates.ideal_s(s), used(s)), i, s) for i, s in enumerate(shapes_)]
         bounds.sort(key=lambda entry: entry[:2])
+        until = monotonic() + EXPANDING * (self._until - monotonic())
         heap: list[Entry] = []
         deep: dict[tuple[Pipeline, ...], list[Plan]] = {}
         for n, (bound, _, shape) in enumerate(bounds):
-            if n == EXPANDED or self.late():
+            if n and (n == EXPANDED or monotonic() > until):
                 self.rejected.add("shapes with a higher lower bound, not worked out", len(bounds) - n)
                 self.remaining = min(self.remaining, bound)
                 break
@@ -293,15 +319,22 @@ class Search:
     def _drain(self, heap: list[Entry], simulations: int, top: int, relatives: int) -> None:
         """Simulates in the order of bounds until the next bound is no better than the `top` best scores.
 
-        A plan first has the bound of its computing, then, if that is the least, one with its transfers.
+        A plan first has the bound of its computing, then, if that is the least, one with its transfers. Where many have
+        about the same bound of computing, some are simulated out of turn.
         """
         families: Counter[object] = Counter()
         later: list[Entry] = []
+        priced: list[Entry] = []  # of those in the heap, the ones with bounds of transfers
+        done: set[int] = set()
+        waited = 0
         while heap or later:
             if not heap:
                 heap, later, relatives = later, [], 0
-            bound, order, level, plan = heappop(heap)
-            if self._enough(bound, top, relatives):
+            early = bool(relatives and priced) and waited >= PATIENCE
+            bound, order, level, plan = heappop(priced if early else heap)
+            if order in done or (early and bound >= self.best):
+                continue
+            if not early and self._enough(bound, top, relatives):
                 self.rejected.add("slower than the best, by a lower bound", len(heap) + 1)
                 heap = []
                 continue
@@ -309,16 +342,21 @@ class Search:
             twin = (family, plan.sharding, plan.expert, tuple((p.samples, p.micro_batch, *(s.blocks for s in p.stages))
                                                  for p in plan.pipelines))
             if relatives and (families[family] >= relatives or families[twin]):
-                later.append((bound, order, level, plan))
-            elif level == 1:
-                bound = max(bound, self.score(bound_s(self.tables, plan), plan.ranks))
-                heappush(heap, (bound, order, 2, plan))
-            elif not simulations or self.late():
+                later += [] if early else [(bound, order, level, plan)]
+            elif (level == 2 and not simulations) or self.late():
                 self.complete = False
                 self.remaining = min(self.remaining, bound, *(entry[0] for entry in later))
                 self.rejected.add("not simulated: the limit was reached", len(heap) + len(later) + 1)
+                self._at_last([(bound, order, level, plan), *priced, *heap])
                 return
+            elif level == 1:
+                bound = max(bound, self.score(bound_s(self.tables, plan), plan.ranks))
+                for queue in (heap, priced):
+                    heappush(queue, (bound, order, 2, plan))
+                waited += 1
             else:
+                done.add(order)
+                waited = 0
                 short = self._lacking(plan)
                 if not short:
                     simulations -= 1
@@ -330,6 +368,15 @@ class Search:
                         short = _short(prediction)
                 for other in frugal(plan, short) if short and relatives else ():
                     self._push(heap, other)
+
+    def _at_last(self, entries: Iterable[Entry]) -> None:
+        """Where the time is over before anything was found to fit: whatever does, those with bounds of transfers first.
+        """
+        for _, _, _, plan in sorted(entries, key=lambda entry: (-entry[2], *entry[:2])) if not self.found else ():
+            if not too_full(self.tables, plan):
+                prediction = self.judge(plan)
+                if prediction and (prediction.fits or self.simulated > LAST):
+                    return
 
     def _enough(self, bound: float, top: int, relatives: int) -> bool:
         """Whether no plan with this bound can matter: in a full enumeration for any of the `top` plans, else for the
@@ -611,8 +658,10 @@ def _found(search: Search, top: int, limits: Limits, schedule_search: bool) -> S
     from mixfleet.search.explain import explain
 
     exact = search.enumerate(limits, top)
+    if not exact:
+        search.begin()
     for wide in () if exact else (False, True):
-        if not search.found:
+        if not wide or not search.found:
             search.expand(shapes(search.tables, search.classes,
                                  lambda members, wide=wide: search.candidates.choose(  # type: ignore[misc]
                                      members, search.classes, wide=wide)), top)

@@ -18,9 +18,7 @@ from mixfleet.job import Job
 from mixfleet.plan import Plan
 from mixfleet.program.action import (
     GATHER,
-    LOAD_SAVED,
     NORM,
-    PARK_SAVED,
     PUBLISH,
     RECV_ACT,
     RECV_GRAD,
@@ -31,11 +29,7 @@ from mixfleet.program.action import (
     SEND_KEPT,
     SYNC,
     Action,
-    B,
-    F,
-    I,
     Program,
-    W,
     boundary,
     stream_of,
 )
