@@ -132,7 +132,7 @@ def _designed(rest: fit.Sample, name: str, fitted: Fitted, pool: np.ndarray) -> 
     device = rest.devices[str(rest.columns["gpu"][0])]
     factors = {device.name: learned.factors_of(group, device, relatives, known=False)}
     x = query.inputs(rest.kind, some.columns, {device.name: device}, factors, group.words, emulate=True,
-                     group=learned.with_siblings(name, group))
+                     group=group)
     texts, which = query.texts_of(some.columns, query.TEXTS, some.rows)
     return pool[design(Places.of(x, forest, texts, which, np.arange(some.rows)), DESIGNED)]
 

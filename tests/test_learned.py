@@ -120,7 +120,35 @@ def test_an_unmeasured_device_runs_the_kernels_of_its_sibling():
     assert other.time_s[0] == pytest.approx(same.time_s[0])
     assert other.high_s[0] / other.low_s[0] > same.high_s[0] / same.low_s[0]
     assert wide.time_s[0] < 0.8 * other.time_s[0]
-    assert learned.with_siblings("gemm.16bit", group) is None
+    products = learned.load().groups["gemm.16bit"]
+    known = device_named("A100-SXM4-40GB")
+    assert learned.sibling(known, products, "aiconfigurator") == "A100-SXM4-80GB"
+    assert learned.sibling(known, products, "aiconfigurator", by_figures=True) is None
+    assert learned.sibling(unseen, products, "aiconfigurator", by_figures=True) == "H100-SXM"
+
+
+def test_the_sibling_is_the_one_of_most_alike_rates():
+    """An H20 gives its vector units 9 W for a TFLOP/s and an H100 10. At a third more clock an H100 gives 8, and still
+    has nothing of an H20, which has a seventh of its tensor units."""
+    group = learned.load().groups["moe.16bit"]
+    fast = H100.replace(name="H101", flops={t: 1.3 * rate for t, rate in H100.flops.items()},
+                        vector_flops=1.3 * H100.vector_flops)
+    assert learned.sibling(fast, group, "pipeweave") in ("H100-SXM", "H800-SXM")
+    assert learned.sibling(device_named("H20").replace(name="H21"), group, "pipeweave") == "H20"
+    assert learned.unlike(H100, H100) == 0
+    assert learned.unlike(fast, H100) == pytest.approx(3 * np.log(1.3))  # tensor, vector, and watts per vector rate
+
+
+@settings(max_examples=60, deadline=None)
+@given(kernel=any_kernel(), factor=st.floats(1, 2), what=st.sampled_from(MORE_OF_A_DEVICE),
+       device=st.sampled_from([H100, A100, B200]))
+def test_more_of_a_device_that_somebody_made_up_is_not_slower_beyond_noise(kernel, factor, what, device):
+    """A device of a measured chip under a name of its own: the sibling whose kernels it runs may change on the way."""
+    kind, columns = kernel
+    mine = device.replace(name="mine")
+    more = scaled(mine, what, int(factor * 4) / 4 if what == "SMs" else factor).replace(name="more", base="")
+    less_s, more_s = (query.predict(kind, columns, d).time_s[0] for d in (mine, more))
+    assert more_s <= less_s / NOISE
 
 
 def test_units_that_the_base_lacks_have_the_usual_rate_there():
@@ -250,6 +278,18 @@ def test_factors_of_an_unknown_device_are_the_mean_of_its_relatives():
     assert found.dram == pytest.approx(0.6)
     assert found.floor_s["s"] == pytest.approx(6e-6)
     assert demand.sms(device) >= 1
+
+
+def test_a_device_on_which_only_long_kernels_were_timed_has_the_launch_of_its_relatives():
+    group = learned.load().groups["gemm.fp32"].replace(factors={
+        "A100-SXM4-80GB": Factors(floor_s={"k": 400e-6, "k torch fp32": 500e-6}),
+        "H100-SXM": Factors(floor_s={"n": 30e-6}), "T4": Factors(floor_s={"n": 20e-6})})
+    relatives = {name: Relatives.of(device_named(name)) for name in group.factors}
+    found = learned.factors_of(group, A100, relatives)
+    assert 20e-6 < learned.floor_of(found, "n", "cublas", "fp32") < 30e-6
+    assert learned.floor_of(found, "k", "torch", "fp32") == 500e-6
+    assert learned.factors_of(group, H100, relatives) == group.factors["H100-SXM"]
+    assert query.gemm(512, 512, 512, A100, dtype="fp32").time_s[0] < 100e-6
 
 
 def test_a_chip_factor_comes_from_devices_that_feed_their_tensor_units_as_well():

@@ -282,7 +282,7 @@ def _chosen(device: Device, plan: Sequence[tuple[str, str, str]], count: int) ->
                           layer.groups[name])
     factors = learned.factors_of(layer.groups[name], device, layer.relatives)
     x = query.inputs(kind, columns, {device.name: device}, {device.name: factors}, layer.groups[name].words,
-                     emulate=True, group=learned.with_siblings(name, layer.groups[name]))
+                     emulate=True, group=layer.groups[name])
     texts, which = query.texts_of(columns, query.TEXTS, len(pool))
     order = design(Places.of(x, layer.forests[name], texts, which, np.arange(len(pool))), count)
     return [pool[i] for i in order]

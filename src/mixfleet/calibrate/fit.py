@@ -259,7 +259,7 @@ def score(left_out: str, sample: Sample, name: str, group: Group, forest: Forest
     ape = np.abs(predicted / sample.time_s - 1)
     found = {n: learned.factors_of(group, d, relatives, known=not unknown) for n, d in sample.devices.items()}
     x = query.inputs(sample.kind, sample.columns, sample.devices, found, group.words, emulate=True,
-                     group=learned.with_siblings(name, group))
+                     group=group)
     return Score(left_out, sample.rows, float(ape.mean()), float(np.median(ape)),
                  float(np.mean(predicted / sample.time_s - 1)), np.log(sample.time_s / predicted), x.features)
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from mixfleet.catalog.devices import rows as catalog_rows
 from mixfleet.cluster import Device, device_named
-from mixfleet.cost.demand import DRAM, PIPES, TENSOR, Array, Demand, Machine
+from mixfleet.cost.demand import DRAM, PIPES, TENSOR, Array, Demand, Machine, sms
 from mixfleet.cost.deviations import Deviations
 from mixfleet.errors import InputError
 from mixfleet.spec import Spec
@@ -104,28 +104,38 @@ def reference(device: Device) -> Device:
 
 
 BY_FIGURES = ("gemm.16bit", "gemm.fp8")
-"""Groups in which a device left out is told better by its own figures and the mean of its relatives than by a sibling:
-what large products reach depends on the watts, and many devices were measured. Chosen by leaving devices out."""
+"""Groups in which a known device that no fit saw is told better by its own figures and the mean of its relatives than
+by a sibling: what large products reach depends on the watts, and many devices were measured. Chosen by leaving devices
+out. Devices that somebody made up have siblings there too, so that more of anything is not slower."""
 
 
-def with_siblings(name: str, group: Group) -> Group | None:
-    """The group `name`, where unmeasured devices run the kernels of a sibling; else None."""
-    return None if name in BY_FIGURES else group
-
-
-def sibling(device: Device, group: Group, source: str) -> str | None:
+def sibling(device: Device, group: Group, source: str, *, by_figures: bool = False) -> str | None:
     """The measured device of the same chip that is most like one which no fit saw, if `source` timed kernels on it.
 
     Between such devices kernels are the same, and what differs (clock, bandwidth, memory) is analytical; what another
-    source timed tells less than what the learned layer makes of the device's own figures.
+    source timed tells less than what the learned layer makes of the device's own figures. Known devices are alike in
+    watts per FLOP/s, as leaving them out chose; those that somebody made up in all rates, since a bit more clock must
+    not lead to a card with a sixth of the tensor units. `by_figures`: known devices have none (`BY_FIGURES`).
     """
-    if device.kind != "gpu" or device.known_as in group.factors:
+    is_known = device.known_as in catalog_rows()
+    if device.kind != "gpu" or device.known_as in group.factors or (by_figures and is_known):
         return None
     me, like = Relatives.of(device), list[tuple[float, str]]()
     for name, found in group.factors.items():
         if source in found.floor_s and catalog_rows().get(name, {}).get("arch") == device.arch:
-            like.append((-me.weight(Relatives.of(_named(name))), name))
+            other = _named(name)
+            like.append((-me.weight(Relatives.of(other)) if is_known else unlike(device, other), name))
     return min(like)[1] if like else None
+
+
+def unlike(a: Device, b: Device) -> float:
+    """How far apart two devices are: logarithms of their tensor, vector and memory rates, of SMs and of watts."""
+    def figures(d: Device) -> list[float]:
+        tensor = max((d.flops[t] for t in (*SIXTEEN, "fp32") if t in d.flops), default=d.vector_flops)
+        return [tensor, d.vector_flops, d.memory_Bps, sms(d)]
+
+    steps = np.abs(np.log(figures(a)) - np.log(figures(b)))
+    return float(steps.sum()) + abs(Relatives.of(a).log_power - Relatives.of(b).log_power)
 
 
 @cache
@@ -345,7 +355,7 @@ def factors_of(group: Group, device: Device, relatives: Mapping[str, Relatives],
     `known=False` treats a measured device as one never seen, as cross-validation does.
     """
     if known and device.known_as in group.factors:
-        return group.factors[device.known_as]
+        return _with_floors(group, device, relatives)
     me = Relatives.of(device)
     others = [(name, f) for name, f in sorted(group.factors.items()) if name != device.known_as]
     near = [(me.weight(relatives[name]), f) for name, f in others]
@@ -368,6 +378,20 @@ def factors_of(group: Group, device: Device, relatives: Mapping[str, Relatives],
     return Factors(chip={k: mean(v) for k, v in chips.items()},
                    dram=mean([(w, f.dram) for w, f in near]) if near else 1.0,
                    floor_s={k: mean(v) for k, v in floors.items()})
+
+
+LONGEST_FLOOR_S = 50e-6
+"""No source shows a longer launch: a floor above it is that of a device on which only long kernels were timed."""
+
+
+def _with_floors(group: Group, device: Device, relatives: Mapping[str, Relatives]) -> Factors:
+    """The device's own factors; where its rows show no floor, with the floors that relatives have of other sources."""
+    own = group.factors[device.known_as]
+    if min(own.floor_s.values(), default=0.0) < LONGEST_FLOOR_S:
+        return own
+    timed = {key.split(" ", 1)[0] for key in own.floor_s}
+    floors = factors_of(group, device, relatives, known=False).floor_s
+    return own.replace(floor_s={**{k: v for k, v in floors.items() if k.split(" ", 1)[0] not in timed}, **own.floor_s})
 
 
 def floor_of(factors: Factors, source: str, backend: str, dtype: str) -> float:

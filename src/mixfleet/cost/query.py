@@ -165,8 +165,8 @@ def inputs(kind: str, columns: Columns, devices: Mapping[str, Device], factors: 
     texts, which = texts_of(columns, names, rows)
     table = [dict(zip(names, row)) for row in texts]
     themselves = [devices[row["gpu"]] for row in table]
-    siblings = [learned.sibling(learned.reference(d), group, row["source"]) if group else None
-                for d, row in zip(themselves, table)]
+    siblings = [learned.sibling(learned.reference(d), group, row["source"], by_figures=group_of(
+        kind, row["dtype"], row["op"]) in learned.BY_FIGURES) if group else None for d, row in zip(themselves, table)]
     of = [learned.as_known(d, name) if name else learned.reference(d) for d, name in zip(themselves, siblings)]
     types = [type_named(row["dtype"]) for row in table]
     varied = [d is not r for d, r in zip(themselves, of)]
@@ -333,7 +333,7 @@ def named(columns: Columns, group: learned.Group) -> dict[str, Any]:
 def _block(kind: str, name: str, group: learned.Group, part: Columns, devices: Mapping[str, Device],
            factors: Mapping[str, Factors], layer: Layer, emulate: bool, rows: int, *, interval: bool) -> Times:
     x = inputs(kind, part, devices, factors, group.words, emulate=emulate,
-               group=learned.with_siblings(name, group))
+               group=group)
     correction = layer.forests[name].predict(x.features)
     gpu = np.array([part["gpu"]] * rows if isinstance(part["gpu"], str) else part["gpu"], dtype=object)
     for device in sorted(set(gpu)):
@@ -377,7 +377,7 @@ def adapt(device: Device, kind: str, columns: Columns, time_s: Any, *, emulate: 
     start = learned.factors_of(group, learned.reference(device), layer.relatives, known=known)
     full = named({**full, "gpu": device.name}, group)
     x = inputs(kind, full, {device.name: device}, {device.name: start}, group.words, emulate=emulate,
-               group=learned.with_siblings(name, group))
+               group=group)
     residual = np.log(time / x.bound_s / x.ratio) - layer.forests[name].predict(x.features)
     texts, which = texts_of(full, TEXTS, time.size)
     places = Places.of(x, layer.forests[name], texts, which, np.arange(time.size))
