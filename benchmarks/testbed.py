@@ -7,9 +7,9 @@
 
 Every cluster is made as namespaces with shaped links and throttled ranks, its devices are profiled, and then all
 plans and peers run in turn in the same processes. `--out` gets table.md, scatter.svg and results.json, written anew
-after every row. Timing needs a
-machine with nothing else to do: the table says how much others used. Where the speed of the machine itself drifts (as
-a virtual machine's does), a probe beside the profile and beside every plan tells, and predictions allow for it.
+after every row. Timing needs a machine with nothing else to do: the table says how much others used. Where the speed
+of the machine itself drifts (as a virtual machine's does), a process per core tells, beside the profile and beside
+every plan, and predictions allow for it.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from mixfleet.model.families import build
 from mixfleet.plan import Pipeline, Plan, Sharding, Stage
 from mixfleet.plan_rules import why_not
 from mixfleet.report.chrome import write_trace
+from mixfleet.testbed.speed import Pace, Speedometer, ratios
 from mixfleet.trace import Span, Trace, compare
 from mixfleet.units import MB, GiB, MiB, show_seconds
 
@@ -50,7 +51,6 @@ CALM, TRIES = 0.15, 2
 """Part of the machine that others may use while a contender runs, the kernel's own work among it; and runs at most."""
 BUDGET_S = 1100
 """For all clusters: one that is behind its part of it repeats nothing."""
-PROBES, PROBE_SAMPLES = 4, 1
 MICRO = 4
 """Micro-batch of the plans that split an even part of the batch."""
 INNER = Link(name="loopback", latency_s=60e-6, bandwidth_Bps=1e9)
@@ -178,32 +178,12 @@ class Outcome(NamedTuple):
     sent: dict[tuple[str, int], int]
     cpu_s: float
     """CPU seconds per step, of all threads."""
-    probe_s: float
-    """What `probe_s` found right before and after, in the mean."""
+    start_s: float
+    end_s: float
+    """Of the counted steps, by `perf_counter`."""
     spans: tuple[Span, ...] = ()
     bounds: tuple[tuple[int, int], ...] = ()
     """Of the recorded steps, in ns."""
-
-
-def probe_s() -> float:
-    """CPU seconds of forwards and backwards through a block: how fast this core is just now."""
-    import torch
-
-    from mixfleet.run.modules import build_blocks
-
-    work = job()
-    block, = build_blocks(work.model, [1], attention="fused")
-    x = torch.ones(PROBE_SAMPLES, work.seq_len, work.model.hidden).requires_grad_()
-
-    def once() -> None:
-        out = block(x)
-        torch.autograd.backward(out, torch.ones_like(out))
-
-    once()
-    start = time.process_time()
-    for _ in range(PROBES):
-        once()
-    return (time.process_time() - start) / PROBES
 
 
 def _carry_out(order: Order, rank: int, mark: Callable[[], None]) -> Outcome | None:
@@ -241,7 +221,6 @@ def _carry_out(order: Order, rank: int, mark: Callable[[], None]) -> Outcome | N
     finish()
     dist.barrier()
     mark()
-    probed = probe_s()
     dist.barrier()
     mark()
     before, start, cpu = Counter(sent), time.perf_counter(), time.process_time()
@@ -249,13 +228,12 @@ def _carry_out(order: Order, rank: int, mark: Callable[[], None]) -> Outcome | N
         step(number)
     finish()
     dist.barrier()
-    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+    end, cpu = time.perf_counter(), time.process_time() - cpu
     mark()
-    probed = (probed + probe_s()) / 2
     sent, spans, bounds = Counter(sent) - before, list[Any](), list[Any]()
     if recorder and order.traced:
         recorder.start()
-        dist.barrier()  # the probe took longer where the rank is slow
+        dist.barrier()
         for number in range(order.steps + 1, order.steps + 1 + order.traced):
             start_ns = time.perf_counter_ns()
             step(number)
@@ -264,7 +242,7 @@ def _carry_out(order: Order, rank: int, mark: Callable[[], None]) -> Outcome | N
         spans, _ = recorder.stop()
     close()
     dist.destroy_process_group()
-    return Outcome(seconds / order.steps, dict(sent), cpu / order.steps, probed, tuple(spans), tuple(bounds))
+    return Outcome((end - start) / order.steps, dict(sent), cpu / order.steps, start, end, tuple(spans), tuple(bounds))
 
 
 def _serve(rank: int, enter: Any, pipe: Any) -> None:
@@ -287,7 +265,7 @@ def _serve(rank: int, enter: Any, pipe: Any) -> None:
 
     while (order := pipe.recv()) is not None:
         try:
-            pipe.send(probe_s() if order == "probe" else _carry_out(order, rank, mark))
+            pipe.send(_carry_out(order, rank, mark))
             gc.collect()  # each process group that is still there wakes 100 times a second to look for messages
         except BaseException as error:
             pipe.send(f"{type(error).__name__}: {error}")
@@ -310,13 +288,15 @@ class Measured(NamedTuple):
     """Bytes that left each node in the counted steps."""
     others: float
     """Part of the machine that others used meanwhile, the kernel among them."""
+    pace: dict[int, Pace]
+    """Of the cores meanwhile."""
 
 
 class Pool:
     """One process per rank at its seat. What they load does not count against their quotas; what they train does."""
 
-    def __init__(self, bed: Any) -> None:
-        self.bed = bed
+    def __init__(self, bed: Any, speed: Speedometer) -> None:
+        self.bed, self.speed = bed, speed
         context = multiprocessing.get_context("spawn")
         self._pipes = []
         with bed.unthrottled():
@@ -363,15 +343,11 @@ class Pool:
         mark()
         outcomes = self._all(None)
         total, busy = (b - a for a, b in zip(*used))
-        mine = os.sysconf("SC_CLK_TCK") * order.steps * sum(o.cpu_s for o in outcomes if o)
+        pace = self.speed.between(min(o.start_s for o in outcomes if o), max(o.end_s for o in outcomes if o))
+        mine = os.sysconf("SC_CLK_TCK") * (order.steps * sum(o.cpu_s for o in outcomes if o)
+                                           + sum(p.cpu_s for p in pace.values()))
         return Measured(outcomes, {n: counts[1][n]["tx_bytes"] - counts[0][n]["tx_bytes"] for n in counts[0]},
-                        max(0.0, busy - mine) / max(total, 1))
-
-    def probe_s(self) -> list[float]:
-        """What `probe_s` finds at each seat, at all at the same time."""
-        for pipe in self._pipes:
-            pipe.send("probe")
-        return self._all(None)
+                        max(0.0, busy - mine) / max(total, 1), pace)
 
     def close(self) -> None:
         for pipe in self._pipes:
@@ -399,7 +375,8 @@ class Row(NamedTuple):
     parts: tuple[tuple[int, str, float, float], ...] = ()
     """Where recorded: device, category, seconds per step predicted and measured."""
     speed: float | None = None
-    """Time that the probe took beside this contender over what it took beside the profile; predictions allow for it."""
+    """How much longer computing took beside this contender than beside the profile, in the mean over its ranks, as the
+    speedometer of every core says; predictions allow for it."""
     plain_s: float | None = None
     """What is predicted without that."""
     others: float = 0.0
@@ -408,7 +385,8 @@ class Row(NamedTuple):
 
 
 def measure(name: str, cluster: Cluster, *, quick: bool, traced: int = 0, labels: Sequence[str] = (),
-            known: Collection[str] = (), out: Path | None = None, until: float = math.inf) -> Iterator[Row]:
+            known: Collection[str] = (), out: Path | None = None, until: float = math.inf,
+            speed: Speedometer) -> Iterator[Row]:
     """All plans and peers on one cluster, each as soon as it is measured; with so many `traced` steps, plans are also
     compared by category, and `out` gets a folder for each. `labels` are those of the contenders that take part, if not
     all do, less those `known`. Nothing is repeated once the clock (`time.monotonic`) is past `until`."""
@@ -422,10 +400,11 @@ def measure(name: str, cluster: Cluster, *, quick: bool, traced: int = 0, labels
     wanted = set(labels or (*contenders, *_peers(cluster))) - set(known)
     if not wanted:
         return
-    with Testbed.up(cluster) as bed, _Contest(bed, until) as contest:
-        first_s = contest.pool.probe_s()
-        real = profile(bed, cluster, work, micro_batches=(1, MICRO, work.global_batch // len(cluster.devices)))
-        usual_s = [(a + b) / 2 for a, b in zip(first_s, contest.pool.probe_s())]
+    with Testbed.up(cluster) as bed, _Contest(bed, until, speed) as contest:
+        timed: list[float] = []
+        real = profile(bed, cluster, work, micro_batches=(1, MICRO, work.global_batch // len(cluster.devices)),
+                       timed=lambda start, end: timed.extend((start, end)))
+        usual = speed.between(*timed)
         result = find(work, real, top=1)
         contenders[CHOSEN] = result.best.plan if result.best else None
         ideal_s = work.global_batch / result.upper_samples_per_s
@@ -443,10 +422,10 @@ def measure(name: str, cluster: Cluster, *, quick: bool, traced: int = 0, labels
             order = Order(label, work, real, _steps(prediction.step_s, quick), "", plan, traced=traced)
             found = contest.run(order)
             row = _empty(name, label, found) if isinstance(found, str) else _row(
-                name, order, found, usual_s, prediction.step_s, ideal_s)
+                name, order, found, usual, prediction.step_s, ideal_s)
             slowest_s = max(slowest_s, row.measured_s or 0.0)
             if out and traced and not isinstance(found, str):
-                _keep(out / name.replace(" ", "-") / label.replace(" ", "-").replace(",", ""), order, found, usual_s)
+                _keep(out / name.replace(" ", "-") / label.replace(" ", "-").replace(",", ""), order, found, usual)
             yield row
         for label, per_node in _peers(cluster).items():
             if label not in wanted:
@@ -466,22 +445,24 @@ def _peers(cluster: Cluster) -> dict[str, int]:
             **{f"DeepSpeed ZeRO-{stage}": stage for stage in stages}}
 
 
-def at_speed(cluster: Cluster, ratio: float) -> Cluster:
-    """The profiled cluster with cores on which everything takes `ratio` times as long."""
-    def device(d: Device) -> Device:
+def at_speed(cluster: Cluster, slower: Sequence[float]) -> Cluster:
+    """The profiled cluster with cores on which everything takes so many times as long, by rank."""
+    def device(d: Device, ratio: float) -> Device:
         costs = {name: value * ratio for name in ("message_cpu_s", "byte_cpu_s", "sum_cpu_s")
                  if (value := getattr(d, name)) is not None}
         return d.replace(efficiency={kind: part / ratio for kind, part in d.efficiency.items()}, block_times=tuple(
             t.replace(forward_s=t.forward_s * ratio, backward_s=t.backward_s * ratio) for t in d.block_times), **costs)
 
-    return cluster.replace(nodes=tuple(n.replace(devices=tuple(map(device, n.devices))) for n in cluster.nodes))
+    mine = iter(slower)
+    return cluster.replace(nodes=tuple(
+        n.replace(devices=tuple(device(d, next(mine)) for d in n.devices)) for n in cluster.nodes))
 
 
 class _Contest:
     """Contenders one after the other; after one that fails, the processes are made anew."""
 
-    def __init__(self, bed: Any, until: float) -> None:
-        self.bed, self.until, self.pool = bed, until, Pool(bed)
+    def __init__(self, bed: Any, until: float, speed: Speedometer) -> None:
+        self.bed, self.until, self.speed, self.pool = bed, until, speed, Pool(bed, speed)
 
     def run(self, order: Order) -> Measured | str:
         """Measured again, once, where others disturbed and there is time; the least disturbed counts. Or why it
@@ -496,7 +477,7 @@ class _Contest:
         except (RuntimeError, EOFError, OSError) as error:
             for pid in self.bed.processes():
                 os.kill(pid, 9)
-            self.pool = Pool(self.bed)
+            self.pool = Pool(self.bed, self.speed)
             return f"failed: {error}"
 
     def __enter__(self) -> _Contest:
@@ -514,21 +495,22 @@ def _steps(seconds: float, quick: bool) -> int:
     return max(STEPS[0], min(STEPS[1], math.ceil((WINDOW_S / 2 if quick else WINDOW_S) / seconds)))
 
 
-def drift(outcomes: Sequence[Outcome | None], usual_s: Sequence[float]) -> float:
-    """How much longer the probe took at the seats that took part than at the same ones beside the profile: a slow
-    seat's caches are colder, so seats are not compared with others."""
-    pairs = [(o.probe_s, usual) for o, usual in zip(outcomes, usual_s, strict=True) if o]
-    return fmean(probe for probe, _ in pairs) / fmean(usual for _, usual in pairs)
+def drift(order: Order, found: Measured, usual: dict[int, Pace]) -> list[float]:
+    """Per rank of the cluster, how much longer computing took than the profile says, with what the cores did beside it
+    (`usual`)."""
+    devices = [d.replace(cores=()) for d in order.cluster.devices]
+    return ratios(found.pace, usual, [d.cores for d in order.cluster.devices], [devices.index(d) for d in devices])
 
 
-def _row(cluster: str, order: Order, found: Measured, usual_s: Sequence[float], plain_s: float, ideal_s: float) -> Row:
-    """`plain_s` is what is predicted from the profile as it is, `usual_s` what the probe took beside it, by rank."""
+def _row(cluster: str, order: Order, found: Measured, usual: dict[int, Pace], plain_s: float,
+         ideal_s: float) -> Row:
+    """`plain_s` is what is predicted from the profile as it is, `usual` how fast the cores were beside it."""
     from mixfleet.sim import predict
 
     plan, steps, outcomes, wire = order.plan, order.steps, found.outcomes, found.wire
     assert plan is not None
-    speed = drift(outcomes, usual_s)
-    real = at_speed(order.cluster, speed)
+    slower = drift(order, found, usual)
+    real, speed = at_speed(order.cluster, slower), fmean(slower[rank] for rank in plan.ranks)
     prediction = predict(plan, order.work, real, sent=True, trace=bool(order.traced))
     exact, payload = True, Counter[str]()
     ports: dict[str, float] = defaultdict(float)
@@ -571,14 +553,14 @@ def _parts(predicted: Trace, outcomes: Sequence[Outcome]) -> tuple[tuple[int, st
     return tuple(tuple(row) for row in compare(predicted, _traced(outcomes)).rows)  # type: ignore[misc]
 
 
-def _keep(folder: Path, order: Order, found: Measured, usual_s: Sequence[float]) -> None:
+def _keep(folder: Path, order: Order, found: Measured, usual: dict[int, Pace]) -> None:
     """What `mixfleet predict` and `compare` read: plan, job, cluster as fast as it was meanwhile, recorded steps."""
     folder.mkdir(parents=True, exist_ok=True)
     outcomes = [o for o in found.outcomes if o]
     assert order.plan is not None
     order.plan.save(folder / "plan.yaml")
     order.work.save(folder / "job.yaml")
-    at_speed(order.cluster, drift(found.outcomes, usual_s)).save(folder / "cluster.yaml")
+    at_speed(order.cluster, drift(order, found, usual)).save(folder / "cluster.yaml")
     write_trace(_traced(outcomes), folder / "measured.json")
 
 
@@ -671,7 +653,7 @@ def busy(row: Row) -> list[float]:
 
 
 def errors(rows: Sequence[Row], *, plain: bool = False) -> list[float]:
-    """Relative errors of step times, smallest first; with `plain`, of predictions that do not allow for the probe."""
+    """Relative errors of step times, smallest first; with `plain`, of predictions that do not allow for the speed."""
     pairs = [(r.plain_s if plain else r.predicted_s, r.measured_s) for r in rows]
     return sorted(abs(p / m - 1) for p, m in pairs if p and m)
 
@@ -713,7 +695,7 @@ def table(rows: Sequence[Row]) -> str:
                   "| --- | --- | --- | --- | --- | --- | --- |"]
         lines += [f"| {g.cluster} | {g.name} | {g.against} | {g.bytes_by_formula:.3f} | {g.bytes_counted:.3f} | "
                   f"{g.time_predicted:.3f} | {g.time_measured:.3f} |" for g in found_gains]
-    lines += ["", "| cluster | plan | measured | predicted | error | probe | others | bytes | wire/payload | "
+    lines += ["", "| cluster | plan | measured | predicted | error | speed | others | bytes | wire/payload | "
               "bound/measured | |",
               "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |", *map(_line, rows)]
     return "\n".join(lines) + "\n"
@@ -779,10 +761,11 @@ def run(*, quick: bool, only: Sequence[str] = (), traced: int = 0, labels: Seque
     if quick and not only:
         only = ("one slow", "slow link")
     start, wanted = time.monotonic(), [name for name in shapes() if not only or name in only]
-    for i, name in enumerate(wanted, 1):
-        yield from measure(name, shapes()[name], quick=quick, traced=traced, labels=labels,
-                           known={label for where, label in known if where == name}, out=out,
-                           until=start + BUDGET_S * i / len(shapes()))
+    with Speedometer(os.sched_getaffinity(0)) as speed:
+        for i, name in enumerate(wanted, 1):
+            yield from measure(name, shapes()[name], quick=quick, traced=traced, labels=labels,
+                               known={label for where, label in known if where == name}, out=out,
+                               until=start + BUDGET_S * i / len(shapes()), speed=speed)
 
 
 def merged(rows: Sequence[Row], earlier: Sequence[Row]) -> list[Row]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import pytest
 import torch
 from benchmarks import testbed as bench
 
+from mixfleet.calibrate import kernels
 from mixfleet.cli import main
 from mixfleet.cluster import Cluster, Link, Node, device_named
 from mixfleet.errors import InputError, RunError
@@ -28,6 +31,7 @@ from mixfleet.testbed import testbeds as standing
 from mixfleet.testbed.elastic import train_by_torchrun, train_elastically
 from mixfleet.testbed.faults import Fault, Schedule, explained, injected
 from mixfleet.testbed.layout import PAYLOAD, PROCESS_BYTES, period_us
+from mixfleet.testbed.speed import Pace, Speedometer, pace, ratios
 from run_pool import CLUSTER, Case, job, pipe, plan, reference
 
 MISSING = probe().missing
@@ -180,21 +184,59 @@ def test_a_slower_machine_takes_longer_to_compute_and_as_long_to_send():
                          efficiency=dict.fromkeys(kinds, .5)) for d in wide.devices]
     wide = wide.replace(nodes=tuple(n.replace(devices=(d,)) for n, d in zip(wide.nodes, devices)))
     alone, both = (predict(p, job_, wide).step_s for p in (ALONE, BOTH))
-    slow = bench.at_speed(wide, 1.5)
+    slow = bench.at_speed(wide, [1.5, 1.5])
     assert predict(ALONE, job_, slow).step_s == pytest.approx(1.5 * alone, rel=1e-3)
     sending_s = both - alone
     assert predict(BOTH, job_, slow).step_s == pytest.approx(both, abs=1.5 * alone)
     assert sending_s > 10 * alone
+    one = bench.at_speed(wide, [1.0, 1.5])
+    assert one.devices[0] == wide.devices[0]
+    assert one.devices[1] == slow.devices[1]
 
 
-def test_a_seats_probe_is_compared_with_its_own():
-    def seen(probe_s):
-        return bench.Outcome(1.0, {}, 0.1, probe_s)
+def test_a_rank_is_as_slow_as_its_core_against_those_of_its_profile():
+    then, now = ({core: Pace(seconds, .01) for core, seconds in enumerate(all_)} for all_ in ((10., 14.), (15., 7.)))
+    cores = [(0,), (1,), (0,), ()]
+    assert ratios(now, then, cores, [0, 1, 2, 3]) == pytest.approx([15 / 10, 7 / 14, 15 / 10, 11 / 12])
+    assert ratios(now, then, cores, [0, 0, 0, 1]) == pytest.approx([x * 3 / 34 for x in (15, 7, 15)] + [11 / 12]), \
+        "the profile of like ranks is their mean"
 
-    assert bench.drift([seen(11.), seen(13.), seen(34.)], [10., 12., 30.]) == pytest.approx(58 / 52)
-    assert bench.drift([seen(11.), None, seen(34.)], [10., 12., 30.]) == pytest.approx(45 / 40)
-    assert bench.drift([seen(11.), seen(13.), None], [10., 12., 30.]) == pytest.approx(24 / 22), \
-        "a slow seat that takes no part says nothing"
+
+def test_a_pace_is_a_median_of_each_kind_and_of_what_lies_inside():
+    taken = [[(1.0, 2.0), (2.0, 3.0), (3.0, 50.0), (4.0, 1.0)], [(1.5, 7.0), (2.5, 11.0), (9.0, 1.0)]]
+    seconds, cpu_s = pace(taken, 1.0, 3.0)
+    assert seconds == pytest.approx((3.0 * 9.0) ** .5)
+    assert cpu_s == pytest.approx(2 + 3 + 50 + 7 + 11)
+    assert pace(taken, 8.9, 8.95)[0] == pytest.approx(((50 + 1) / 2 * 1.0) ** .5), "what is near"
+
+
+def test_the_speedometer_tells_of_every_core_and_ends():
+    start = time.perf_counter()
+    with Speedometer({min(os.sched_getaffinity(0))}) as speed:
+        time.sleep(0.3)
+        (found,) = speed.between(start, time.perf_counter()).values()
+        workers = multiprocessing.active_children()
+    assert 1e-5 < found.seconds < 0.1
+    assert found.seconds < found.cpu_s < 1
+    for worker in workers:
+        worker.join(10)
+        assert worker.exitcode == 0
+
+
+@pytest.mark.parametrize(("first", "passes"), [(.10, 3), (.12, 4), (10.0, 6)])
+def test_blocks_are_measured_until_the_passes_agree(monkeypatch, first, passes):
+    """With 0.13 before passes of 0.11, the mean of three is 6.06 % above the last, and that of four 4.5 %."""
+    monkeypatch.setattr(kernels, "_slowest", lambda value: value)
+    seen = []
+
+    def measure(size, new):
+        seen.append((size, new))
+        return [(.01 * size, (first if new else .10) * size)]
+
+    found = kernels._passes([1, 4, 16], measure)
+    assert [*found] == ([1] if first == 10 else [1, 4, 16]), "whatever is beyond a size that takes long is left out"
+    assert {len(times) for times in found.values()} == {passes}
+    assert [new for _, new in seen] == [True] * len(found) + [False] * (len(seen) - len(found))
 
 
 def row(cluster, name, predicted, measured, **more):
@@ -214,6 +256,7 @@ def test_a_run_that_is_killed_keeps_its_rows_and_goes_on(tmp_path, monkeypatch, 
         asked.append((name, known))
         yield row(name, "torch DDP", None, 3.0)
 
+    monkeypatch.setattr(bench, "Speedometer", nullcontext)
     monkeypatch.setattr(bench, "measure", first)
     with pytest.raises(KeyboardInterrupt):
         bench.main(["--out", str(tmp_path), "--only", "equal"])
@@ -478,6 +521,37 @@ class TestReal:
             assert after.first_step == leg.last_step
         assert legs[-1].last_step == 400
         calm = train(ALONE, work, CLUSTER, steps=400, out_dir=tmp_path / "calm")
+        assert calm is not None
+        assert_same_end(tmp_path / "run/checkpoints", tmp_path / "calm/checkpoints")
+
+    @pytest.mark.slow
+    @pytest.mark.timeout(600)
+    def test_torchruns_agents_recover_from_two_ranks_lost_together(self, tmp_path):
+        """A node with two of the three devices, which share what one could not hold alone as fast, restarts: the one
+        that is left takes all, from their pieces, and gives them back."""
+        work = job(12, figures={**WIDE, "max_seq_len": 128}, optimizer=Optimizer(lr=1e-4, weight_decay=0.1)).replace(
+            steps=40, seq_len=128)
+        work.save(tmp_path / "job.yaml")
+        wanted = cluster(.2, .2)
+        first, second = wanted.nodes
+        wanted = wanted.replace(nodes=(first, second.replace(devices=second.devices * 2)))
+        with Bed.up(wanted) as bed:
+            bed.realised(wanted).save(tmp_path / "cluster.yaml")
+            legs = train_by_torchrun(
+                bed, tmp_path / "cluster.yaml", tmp_path / "job.yaml", tmp_path / "run", steps=40, checkpoint_every=3,
+                schedule=Schedule(faults=(Fault(do="restart", node="n1", at_step=7, until_step=14),)), timeout_s=500)
+            assert not bed.processes()
+        assert legs[0].nodes == legs[-1].nodes == ("n0", "n1")
+        assert {1, 2} <= set(legs[0].plan.ranks)
+        assert {1, 2} <= set(legs[-1].plan.ranks)
+        alone = [leg for leg in legs if leg.nodes == ("n0",)]
+        assert any(leg.last_step > leg.first_step and leg.plan.ranks == (0,) for leg in alone)
+        assert "n1" in legs[0].failure
+        for leg, after in pairwise(legs):
+            assert after.first_step == leg.last_step
+        assert legs[-1].last_step == 40
+        calm = train(plan(pipe((0, 5), (0,), samples=12, micro_batch=12)), work, CLUSTER, steps=40,
+                     out_dir=tmp_path / "calm")
         assert calm is not None
         assert_same_end(tmp_path / "run/checkpoints", tmp_path / "calm/checkpoints")
 

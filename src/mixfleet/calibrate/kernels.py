@@ -26,7 +26,10 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 _WINDOW_S = 0.25
-_CHAIN_WINDOW_S = 1.0
+_CHAIN_WINDOW_S = 0.4
+_LEAST_PASSES, _MOST_PASSES, _AGREE, _PASSES_S = 3, 6, 1.06, 30.0
+"""Of all micro-batches in turn: as many as it takes until the last is this near to the mean of all, on every device, or
+until the next would go beyond so long."""
 _MOST_ALIKE = 4
 _TOO_SLOW_S = 4.0
 _OPTIMIZER_ELEMENTS = 2**20
@@ -90,11 +93,13 @@ def best_s(work: Callable[[], Any], window_s: float = _WINDOW_S, before: Callabl
 def profile_job(job: Job, cluster: Cluster, *, micro_batches: Sequence[int] = (), links: bool = True,
                 enter: Callable[[int], None] | None = None, environment: Mapping[str, str] | None = None,
                 loaded: Callable[[], None] | None = None, late: Callable[[float], Cluster] | None = None,
-                note: Callable[[str], None] = lambda _: None) -> Cluster:
+                note: Callable[[str], None] = lambda _: None, timed: Callable[[float, float], None] = lambda *_: None
+                ) -> Cluster:
     """`cluster`, which must be this one machine, with what the job's blocks really take on each of its devices.
 
     All devices work at the same time, and blocks run as in training: forwards one after another, then backwards, with
-    activations held between. Every kind is measured for a few micro-batches, without tensor parallelism; for shapes
+    activations held between. Every kind is measured for a few micro-batches in turn, several times until the times
+    agree (`timed` is told from when to when, by `perf_counter`), without tensor parallelism; for shapes
     that were not measured, the efficiencies are scaled to agree. The optimizer and the link between the processes
     (unless `links` is off) are measured too. With `enter` (and `environment`, `loaded`: see `run_pinned`) the
     processes of several nodes are taken where they belong; links between nodes are those of the cluster then, or of
@@ -115,6 +120,7 @@ def profile_job(job: Job, cluster: Cluster, *, micro_batches: Sequence[int] = ()
                             "rehearse": loaded is not None,
                             "fused": [fused_attention(d, job) for d in cluster.devices]}, timeout_s=1800,
                            enter=enter, environment=environment, loaded=loaded)
+    timed(min(times["during"][0] for times in found), max(times["during"][1] for times in found))
     worst = max(found, key=lambda times: times["foreign"])
     if worst["foreign"] > _FOREIGN:
         note(f"other programs took {worst['foreign']:.0%} of what rank {found.index(worst)} may use of its cores; "
@@ -202,22 +208,47 @@ def job_times(job_path: str, micro_batches: list[int], kinds: list[str], shares:
             _chain_times(job, chain, modules, size, _Rehearsal(device, 1.0), dtype)
         dist.barrier()
     ready()
-    clock = _Clock(device, shares[rank], warm=rehearse)
+    clock = _Clock(device, shares[rank])
+    start = perf_counter()
+    passes = _passes(micro_batches, lambda size, first: _chain_times(
+        job, chain, modules, size, clock, dtype, warm=rehearse or not first))
+    during = start, perf_counter()
     rows = []
-    for size in micro_batches:
-        times = dict(zip(chain, _chain_times(job, chain, modules, size, clock, dtype)))
+    for size, found in passes.items():
+        times = {i: (fmean(one[at][0] for one in found), fmean(one[at][1] for one in found))
+                 for at, i in enumerate(chain)}
         rows += [{"block": kind, "micro_batch": size, "forward": fmean(times[i][0] for i in indices),
                   "backward": fmean(times[i][1] for i in indices)} for kind, indices in of_kind.items()]
-        if _slowest(sum(f + b for f, b in times.values())) > _TOO_SLOW_S:
-            break
     talk = len(kinds) > 1 and set(kinds) == {"cpu"}
     return {"blocks": rows, "optimizer": _optimizer_s(job, clock), "foreign": clock.foreign, "small": small,
-            "messages": messages() if talk else {}, "meetings": meetings() if talk else {},
+            "during": during, "messages": messages() if talk else {}, "meetings": meetings() if talk else {},
             "exchange": exchange() if links and len(kinds) > 1 else []}
 
 
-def _chain_times(job: Job, chain: list[int], modules: list[nn.Module], size: int, clock: _Clock, dtype: Any
-                 ) -> list[tuple[float, float]]:
+def _passes(sizes: Sequence[int], measure: Callable[[int, bool], list[tuple[float, float]]]
+            ) -> dict[int, list[list[tuple[float, float]]]]:
+    """What `measure` finds for every size up to the first that is too slow, once per pass: a core that is slower for a
+    moment is not slower for one size only. It is told whether this is the first time. All ranks make as many passes."""
+    found: dict[int, list[list[tuple[float, float]]]] = {}
+    start = perf_counter()
+    for number in range(1, _MOST_PASSES + 1):
+        begun = perf_counter()
+        for size in found or list(sizes):
+            times = measure(size, number == 1)
+            found.setdefault(size, []).append(times)
+            if number == 1 and _slowest(sum(f + b for f, b in times)) > _TOO_SLOW_S:
+                break
+        ratios = [totals[-1] / fmean(totals) for runs in found.values()
+                  for totals in [[sum(f + b for f, b in one) for one in runs]]]
+        apart = _slowest(max(max(r, 1 / r) for r in ratios))
+        spent = _slowest(perf_counter() - start + perf_counter() - begun)
+        if spent > _PASSES_S or (number >= _LEAST_PASSES and apart <= _AGREE):
+            break
+    return found
+
+
+def _chain_times(job: Job, chain: list[int], modules: list[nn.Module], size: int, clock: _Clock, dtype: Any,
+                 *, warm: bool = False) -> list[tuple[float, float]]:
     """Seconds of forward and backward of each block of a chain, run as a training step runs it."""
     import torch
 
@@ -242,7 +273,7 @@ def _chain_times(job: Job, chain: list[int], modules: list[nn.Module], size: int
         gradients.clear()
 
     steps = [partial(forward, i, m) for i, m in zip(chain, modules)]
-    times = clock.alternating([*steps, *[backward] * len(chain), end], _CHAIN_WINDOW_S)
+    times = clock.alternating([*steps, *[backward] * len(chain), end], _CHAIN_WINDOW_S, least=1, warm=warm)
     return list(zip(times[:len(chain)], reversed(times[len(chain):-1])))
 
 
@@ -259,22 +290,22 @@ def _optimizer_s(job: Job, clock: _Clock) -> float:
 class _Clock:
     """Times work on a device of which the process may use a share; remembers how much of it others took."""
 
-    def __init__(self, device: Any, share: float, *, warm: bool = False) -> None:
+    def __init__(self, device: Any, share: float) -> None:
         self.device, self.share, self.foreign = device, share, 0.0
-        self.warm = warm
-        """Whether all parts have run before."""
 
-    def alternating(self, parts: Sequence[Callable[[], Any]], window_s: float = _WINDOW_S) -> list[float]:
-        """Mean seconds of each part, run in turn for as long as the window lasts on every rank at once."""
+    def alternating(self, parts: Sequence[Callable[[], Any]], window_s: float = _WINDOW_S, least: int = 2, *,
+                    warm: bool = False) -> list[float]:
+        """Mean seconds of each part, run in turn for as long as the window lasts on every rank at once, but so often at
+        least; `warm` says that all have run before."""
         import torch
         import torch.distributed as dist
 
-        for part in () if self.warm else parts:
+        for part in () if warm else parts:
             part()
         totals = [0.0] * len(parts)
         dist.barrier()
         rounds, begin, cpu = 0, perf_counter(), process_time()
-        while perf_counter() < begin + window_s or rounds < 2:
+        while perf_counter() < begin + window_s or rounds < least:
             for i, part in enumerate(parts):
                 start = perf_counter()
                 part()
@@ -292,7 +323,8 @@ class _Clock:
 class _Rehearsal(_Clock):
     """Runs everything once."""
 
-    def alternating(self, parts: Sequence[Callable[[], Any]], window_s: float = _WINDOW_S) -> list[float]:
+    def alternating(self, parts: Sequence[Callable[[], Any]], window_s: float = _WINDOW_S, least: int = 2, *,
+                    warm: bool = False) -> list[float]:
         for part in parts:
             part()
         return [0.0] * len(parts)
