@@ -25,6 +25,8 @@ def stepper(job: Job, stage: int) -> Step:
     rule = job.optimizer
     model = Chain(job, samples)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rule.lr, betas=rule.betas, weight_decay=rule.weight_decay)
+    if stage == 3:  # blocks use weights of the modules inside them, whose own forward is not called
+        deepspeed.utils.set_z3_leaf_modules(model, [*{type(block) for block in model.blocks}])
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, dist_init_required=False, config={
         "train_batch_size": samples * dist.get_world_size(), "train_micro_batch_size_per_gpu": samples,
         "gradient_clipping": job.clip_norm, "steps_per_print": 10**9, "zero_allow_untested_optimizer": True,
