@@ -28,14 +28,14 @@ def explain(search: Search, top: int, exact: bool) -> SearchResult:
     if not steps_of(search.job) and alone:
         whole = whole_sequences(search.tables, context_degrees(search.job, len(search.cluster.devices)))
     upper = min(alone, search.job.global_batch / whole.step_s) if whole else alone
+    result = SearchResult(
+        plans=(), objective=search.objective, upper_samples_per_s=upper, considered=search.considered,
+        simulated=search.simulated, exact=exact, complete=search.complete, rejections=search.rejected.listed())
     ranking = search.scored()[:top]
     judged = _alternatives(search)
     if not exact:  # an alternative may be better than all templates; and other families tell more than variants
         ranking = search.distinct()[:top]
         ranking += [entry for entry in search.scored() if entry not in ranking][:top - len(ranking)]
-    result = SearchResult(
-        plans=(), objective=search.objective, upper_samples_per_s=upper, considered=search.considered,
-        simulated=search.simulated, exact=exact, complete=search.complete, rejections=search.rejected.listed())
     if not ranking:
         return result.replace(nearest_miss=nearest_miss(search))
     others = [(_with_relative(search, one, ranking[0][0]), one[1]) for one in judged]
