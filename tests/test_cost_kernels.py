@@ -2,9 +2,9 @@
 
 import pytest
 
-from mixfleet.catalog.efficiency import DEFAULT, EFFICIENCY, SUSTAINED
+from mixfleet.catalog.efficiency import DEFAULT, EFFICIENCY, SUSTAINED, SUSTAINED_VECTOR
 from mixfleet.cluster import BlockTime, Device, device_named
-from mixfleet.cost import kernels
+from mixfleet.cost import kernels, query
 from mixfleet.errors import InputError
 from mixfleet.job import Job, Optimizer
 from mixfleet.model.families import build
@@ -135,6 +135,18 @@ def test_costs_are_remembered_apart_for_devices_of_one_name():
     twice = FAST.replace(flops={"fp32": 1.4e12, "bf16": 10e12}, memory_Bps=4e11, vector_flops=0.6e12)
     first, second = (kernels.block_cost(one.model.blocks[1], 2, 128, 1, d, one) for d in (FAST, twice))
     assert first.forward_s == pytest.approx(2 * second.forward_s)
+
+
+def test_products_on_vector_units_keep_the_rate_of_kernels_alone():
+    """TF32 and 16 bits lose to clocks and casts what a step in plain fp32 does not."""
+    device = device_named("A100-SXM4-80GB")
+    gemm = next(op for op in job().model.blocks[1].ops if op.kind == "gemm")
+    size = (8, 4096, 1.0)
+    m, n, k, batch = (max(1.0, gemm.shape[x].at(*size, 1.0)) for x in ("m", "n", "k", "batch"))
+    for precision, part in (("fp32", SUSTAINED_VECTOR), ("tf32", SUSTAINED["gpu"]), ("bf16", SUSTAINED["gpu"])):
+        alone = query.gemm(m, n, k, device, batch=batch, dtype=precision)
+        seconds = max(alone.time_s[0] - alone.floor_s[0], alone.ceiling_s[0])
+        assert kernels.op_s(gemm, *size, device, precision)[0] == pytest.approx(seconds / part + 2e-6)
 
 
 def measured(what, *points, **changes):

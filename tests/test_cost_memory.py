@@ -115,7 +115,7 @@ def test_a_stage_adds_up(small):
     assert one.static_bytes() == 62000
     held = 62000 + 3 * one.saved_bytes + 3600 + 3600 + one.workspace_bytes
     assert one.peak_bytes(3) == round(held * one.allocator_factor) + one.framework_bytes
-    assert one.framework_bytes == memory.CONTEXT_BYTES["gpu"] + 2 * memory.COMMUNICATOR_BYTES["gpu"]
+    assert one.framework_bytes == memory.CONTEXT_BYTES["gpu"] + 2 * memory.communicator_bytes(A100)
 
 
 def test_full_recompute_keeps_one_block_whole(small):
@@ -133,7 +133,12 @@ def test_the_optimizer_step_can_be_the_peak(small):
 def test_processes_on_a_cpu_pay_no_context():
     assert memory.framework_bytes(CPU, 0) == 0
     assert memory.allocator_factor(CPU) == 1
-    assert memory.framework_bytes(A100, 3) - memory.framework_bytes(A100, 2) == memory.COMMUNICATOR_BYTES["gpu"]
+    assert memory.framework_bytes(A100, 3) - memory.framework_bytes(A100, 2) == memory.communicator_bytes(A100)
+
+
+def test_a_communicator_takes_as_many_channels_as_its_links_need():
+    names = {"H100-SXM": 640, "A100-SXM4-80GB": 640, "V100-SXM2-32GB": 320, "L40S": 200, "cpu": 4}
+    assert {n: memory.communicator_bytes(device_named(n)) / 2**20 for n in names} == names
 
 
 def test_gpt2_large_on_one_v100_is_over_memory_and_the_note_says_why():

@@ -120,3 +120,11 @@ def test_training_refuses_them():
     from mixfleet.run.launch import train
     with pytest.raises(InputError, match="products is fp8: training runs"):
         train(plan(), job("fp8"), cluster(H100))
+
+
+def test_products_of_four_bits_gain_what_they_do_without_their_casts():
+    """3.48 times 16 bits, but never more than the units are faster."""
+    b300 = device_named("B300-SXM")
+    assert narrow.speedup(b300, "nvfp4") == 3.48
+    fewer = b300.replace(name="fewer", base="B300-SXM", flops={**b300.flops, "fp4": 2.5 * b300.flops["bf16"]})
+    assert narrow.speedup(fewer, "nvfp4") == 2.5

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 from mixfleet import trace
 from mixfleet.cluster import Device
 from mixfleet.cost.kernels import OptimizerLoop, accumulate_s, efficiency, fused_attention, generation, optimizer_s
-from mixfleet.cost.memory import COMMUNICATOR_BYTES, CONTEXT_BYTES
+from mixfleet.cost.memory import CONTEXT_BYTES, communicator_bytes
 from mixfleet.job import Job
 from mixfleet.model.parts import ROWS, SHARD, gemm
 from mixfleet.model.spec import Block, Model, Op, Saved, Size, T
@@ -73,6 +73,8 @@ class Framework(NamedTuple):
     variables: tuple[float, int] = (0.0, 0)
     """Of every micro-batch, beyond adding up gradients: times that these are read or written in fp32, and kernels per
     parameter tensor that the host issues for it."""
+    hook_s: float = 0.0
+    """Seconds of the host per parameter tensor and pass, for hooks that gather and free its module."""
     saves_narrow: bool = True
     """Whether products in a narrow type keep narrow inputs for backward."""
     pure: bool = False
@@ -130,9 +132,6 @@ LOSS_COMPILED_SINCE = 2025
 """Year from which on torchtitan compiles its loss when it compiles its layers."""
 KERNELS_BYTES = 550 * MiB
 """More that a context takes without lazy loading: about 1.3 GB in all (Hugging Face's guide to training on one GPU)."""
-NVLINK_BYTES, NVLINK_FULL_BPS = 640 * MiB, 300e9
-"""Of an NCCL communicator over NVLink, whose rate takes more channels than `COMMUNICATOR_BYTES`, which plans count: 544
-MiB for two A100, 688 for more (NCCL issue 964); in proportion where a device has less, no more where it has more."""
 IN_PRODUCTS, IN_16_BITS = 0.0, 0.6
 """Gradients added up by the epilogue of the product that makes them, or in 16 bits: 6 bytes for each instead of 10."""
 
@@ -144,6 +143,10 @@ NEMO = MEGATRON_CORE._replace(hides_tensor=True)
 TENSORFLOW = (10.0, 8)
 """NVIDIA's BERT for TensorFlow looks at every variable's gradient in each micro-batch: unscale (2), all finite (1),
 norm (1), clip (2), add to a variable (3), each a kernel or two."""
+HOOK_S = 0.45e-3
+"""ZeRO-3 of DeepSpeed has hooks in Python around every module, forward and backward, which look for what to gather next.
+No source states what one takes: so much in fine-tuning of Qwen-1.8B on one GPU, whose micro-batches take 0.26 s of 256
+to 2,048 tokens alike."""
 XLA = Framework(gates_fused=True, loss_bytes=ONLINE_LOSS)
 EAGER_LLAMA = Framework(norm_passes=EAGER_RMSNORM, rotated=EAGER_ROTATION)
 HUGGING_FACE = Framework(dropped=True, score_passes=EAGER_SOFTMAX, copied=2.0, dropout=2.25)
@@ -365,6 +368,10 @@ def step_s(found: Prediction, plan: Plan, job: Job, device: Device, framework: F
             passes * 4 * block.count / stage.tensor / device.memory_Bps / efficiency(device, "elementwise")
             + kernels * LOOPED_S * len(block.params) for b in stage.held for block in (job.model.blocks[b],))
             for p in plan.pipelines for stage in p.stages)
+    if framework.hook_s:  # the device waits for a host that is slower than it
+        seconds = max(seconds, max(len(p.micro_batches) * sum(
+            framework.hook_s * (3 if mode == "full" else 2) * len(job.model.blocks[b].params)
+            for b, mode in stage.modes.items()) for p in plan.pipelines for stage in p.stages))
     if plan.sharding.gradients == 1:
         experts = Experts(plan, job)
         seconds -= (1 - framework.adding) * max(
@@ -465,11 +472,9 @@ def _table_bytes(use: DeviceUse, plan: Plan, job: Job) -> int:
 def _outside_bytes(use: DeviceUse, plan: Plan, device: Device, framework: Framework) -> int:
     """Bytes of the context and the communicators, as the driver counts them."""
     stages = plan.pipelines[use.pipeline].stages
-    context, each = CONTEXT_BYTES["gpu"], COMMUNICATOR_BYTES["gpu"]
-    groups = (use.breakdown.get("framework", context) - context) // each
-    groups += framework.groups and stages[use.stage].tensor * len(stages) > 1
-    linked = round(NVLINK_BYTES * min(1.0, device.link_Bps / NVLINK_FULL_BPS))
-    return context + (0 if framework.lazy else KERNELS_BYTES) + groups * max(each, linked)
+    more = framework.groups and stages[use.stage].tensor * len(stages) > 1
+    return (use.breakdown.get("framework", CONTEXT_BYTES["gpu"]) + more * communicator_bytes(device)
+            + (0 if framework.lazy else KERNELS_BYTES))
 
 
 def lacks_bytes(use: DeviceUse, plan: Plan, job: Job, framework: Framework) -> int:

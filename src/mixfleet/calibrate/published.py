@@ -226,6 +226,8 @@ def case_of(run: str, metrics: Mapping[str, tuple[int, dict[str, str]]]) -> Case
         zero = 2 if is_lora else 3  # its scripts' DeepSpeed configurations
         if not is_lora:
             framework = framework._replace(both_gradients=True, bucket_elements=5 * 10**8, pure=False)
+        if _count(row, "zero_stage", zero) == 3:
+            framework = framework._replace(hook_s=frameworks.HOOK_S)
     plan = plan_of(row, len(model.blocks), zero=zero)
     if is_lora:
         stated = re.search(r"LoRA rank (\d+)", settings)

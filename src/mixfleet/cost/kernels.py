@@ -26,6 +26,7 @@ from mixfleet.catalog.efficiency import (
     LINK_EFFICIENCY,
     SEND_S,
     SUSTAINED,
+    SUSTAINED_VECTOR,
 )
 from mixfleet.cluster import BlockTime, Device
 from mixfleet.cost import query
@@ -171,7 +172,8 @@ def op_s(op: Op, b: int, s: int, t: float, device: Device, precision: str, *, fu
     if products:
         peak = device.flops.get(products.rate, peak)
     if learned:
-        forward, backward = (seconds / SUSTAINED["gpu"] / device.share for seconds in learned)
+        sustained = SUSTAINED_VECTOR if dtype == "fp32" else SUSTAINED["gpu"]
+        forward, backward = (seconds / sustained / device.share for seconds in learned)
         return forward + kernels * gap, backward + (back_kernels * gap if back_flops else 0.0)
     if op.kind == "attention":
         q, kv, heads, batch = (op.shape[name].at(*shape) for name in ("q", "kv", "heads", "batch"))

@@ -27,6 +27,9 @@ interpreter and libraries are host memory that `Device.memory_bytes` does not co
 COMMUNICATOR_BYTES: dict[str, int] = {"gpu": 200 * MiB, "cpu": 4 * MiB}
 """Channel buffers of one NCCL communicator (about 10 MiB of each of up to 16 channels and what they share), or of a
 gloo one."""
+NVLINK_BYTES, NVLINK_FULL_BPS = 640 * MiB, 300e9
+"""The same on a device with NVLink, whose rate takes more channels: 544 MiB for two A100, 688 for more (NCCL issue 964);
+in proportion where a device has less, no more where it has more."""
 ALLOCATOR_FACTOR: dict[str, float] = {"gpu": 1.06, "cpu": 1.0}
 """Reserved over allocated bytes of PyTorch's caching allocator with `expandable_segments:True`, which plans assume.
 Without it the factor is larger: 31.7 over 28.8 (Megatron-LM issue 525), 63 over 59 (llama-cookbook issue 120)."""
@@ -142,9 +145,15 @@ def optimizer_temporary_bytes(elements: int, job: Job, *, implementation: Optimi
     return 0 if job.bytes.gradient_bytes == state else min(elements, OPTIMIZER_CHUNK) * state
 
 
+def communicator_bytes(device: Device) -> int:
+    """Bytes of the buffers of one process group."""
+    linked = NVLINK_BYTES * min(1.0, device.link_Bps / NVLINK_FULL_BPS) if device.kind == "gpu" else 0
+    return max(COMMUNICATOR_BYTES[device.kind], round(linked))
+
+
 def framework_bytes(device: Device, communicators: int) -> int:
     """Bytes taken before the first tensor: context, and the buffers of `communicators` process groups."""
-    return CONTEXT_BYTES[device.kind] + communicators * COMMUNICATOR_BYTES[device.kind]
+    return CONTEXT_BYTES[device.kind] + communicators * communicator_bytes(device)
 
 
 def allocator_factor(device: Device) -> float:
