@@ -34,6 +34,8 @@ class Framework(NamedTuple):
     """Whether the allocator grows its segments; without, it keeps more than it needs."""
     bucket_elements: int = 0
     """Elements of the buffer through which gradients are reduced to the owners of optimizer state."""
+    reduces_16_bits: bool = False
+    """Whether a job in fp16 exchanges its gradients in that type, not in fp32."""
     both_gradients: bool = False
     """Whether the 16-bit gradients of a backward are all there beside the fp32 ones that they are added to."""
     dropped: bool = False
@@ -137,16 +139,16 @@ IN_PRODUCTS, IN_16_BITS = 0.0, 0.6
 
 MEGATRON_DEEPSPEED = Framework(overlaps=False, sequence_parallel=False, expandable=False, bucket_elements=5 * 10**8,
                                dropped=True, joined=True, score_passes=FUSED_SOFTMAX, adding=IN_16_BITS, lazy=False,
-                               groups=True)
+                               groups=True, reduces_16_bits=True)
 MEGATRON_CORE = Framework(expandable=False, joined=True, groups=True, adding=IN_PRODUCTS, gates_fused=True)
 NEMO = MEGATRON_CORE._replace(hides_tensor=True)
 TENSORFLOW = (10.0, 8)
 """NVIDIA's BERT for TensorFlow looks at every variable's gradient in each micro-batch: unscale (2), all finite (1),
 norm (1), clip (2), add to a variable (3), each a kernel or two."""
 HOOK_S = 0.45e-3
-"""ZeRO-3 of DeepSpeed has hooks in Python around every module, forward and backward, which look for what to gather next.
-No source states what one takes: so much in fine-tuning of Qwen-1.8B on one GPU, whose micro-batches take 0.26 s of 256
-to 2,048 tokens alike."""
+"""ZeRO-3 of DeepSpeed has hooks in Python around every module, forward and backward, which look for what to gather
+next. No source states what one takes: so much in fine-tuning of Qwen-1.8B on one GPU, whose micro-batches take 0.26 s
+of 256 to 2,048 tokens alike."""
 XLA = Framework(gates_fused=True, loss_bytes=ONLINE_LOSS)
 EAGER_LLAMA = Framework(norm_passes=EAGER_RMSNORM, rotated=EAGER_ROTATION)
 HUGGING_FACE = Framework(dropped=True, score_passes=EAGER_SOFTMAX, copied=2.0, dropout=2.25)
@@ -164,8 +166,9 @@ FRAMEWORKS: dict[str, Framework] = {
     "finetune": EAGER_LLAMA._replace(optimizer="foreach"),
 }
 """As the sources state: the Megatron-DeepSpeed of 2021 and 2022 had neither overlap nor sequence parallelism, has
-kernels of its own for softmax in 16 bits only, and DeepSpeed's default bucket; simumax switched overlap off. In the
-memory of sailor's runs there is room for one copy of the scores, so dropout seems to be off."""
+kernels of its own for softmax in 16 bits only, DeepSpeed's default bucket, and its default type of exchanges, which is
+that of the gradients; simumax switched overlap off. In the memory of sailor's runs there is room for one copy of the
+scores, so dropout seems to be off."""
 LOOPING = ("lambda",)
 """Sources whose runs that are not in 16 bits loop over parameters in Python: NVIDIA's BERT takes a fused optimizer for
 SQuAD in 16 bits only (and there has the whole model in 16 bits, softmax included)."""
@@ -354,6 +357,9 @@ def step_s(found: Prediction, plan: Plan, job: Job, device: Device, framework: F
     seconds = found.step_s
     if not framework.overlaps and found.trace:
         seconds += hidden_s(found.trace)
+        if framework.reduces_16_bits and job.precision == "fp16":
+            seconds -= (1 - job.bytes.compute_bytes / job.bytes.gradient_bytes) * min(
+                by.get("reduce", 0.0) for by in trace.by_category(found.trace).values())
     if framework.hides_tensor:
         tensor = max(stage.tensor for p in plan.pipelines for stage in p.stages)
         seconds -= (1 - 1 / tensor) * sum(s.fraction for s in found.critical if s.category == "tensor") * found.step_s

@@ -35,8 +35,8 @@ SUSTAINED: dict[str, float] = {"gpu": 0.88, "cpu": 1.0}
 """What whole training steps reach of the rates of kernels measured alone: clocks under load, the casts, biases and
 dropout that eager frameworks run besides the operators we count. Chosen with `benchmarks/accuracy.py --scan`."""
 SUSTAINED_VECTOR = 1.0
-"""The same of products in fp32 that vector units make: there is nothing to cast, and those units multiply at a sixteenth
-of the tensor units' rate, so that a GPU holds its clock."""
+"""The same of products in fp32 that vector units make: there is nothing to cast, and those units multiply at a
+sixteenth of the tensor units' rate, so that a GPU holds its clock. Every source that has such runs chooses it."""
 
 KNEE_W, THROTTLE = 1.0, 0.3
 """Watts per TFLOP/s of dense peak below which a GPU cannot hold its clocks while it multiplies for minutes, and the

@@ -28,8 +28,8 @@ COMMUNICATOR_BYTES: dict[str, int] = {"gpu": 200 * MiB, "cpu": 4 * MiB}
 """Channel buffers of one NCCL communicator (about 10 MiB of each of up to 16 channels and what they share), or of a
 gloo one."""
 NVLINK_BYTES, NVLINK_FULL_BPS = 640 * MiB, 300e9
-"""The same on a device with NVLink, whose rate takes more channels: 544 MiB for two A100, 688 for more (NCCL issue 964);
-in proportion where a device has less, no more where it has more."""
+"""The same on a device with NVLink, whose rate takes more channels: 544 MiB for two A100, 688 for more (NCCL issue
+964); in proportion where a device has less, no more where it has more."""
 ALLOCATOR_FACTOR: dict[str, float] = {"gpu": 1.06, "cpu": 1.0}
 """Reserved over allocated bytes of PyTorch's caching allocator with `expandable_segments:True`, which plans assume.
 Without it the factor is larger: 31.7 over 28.8 (Megatron-LM issue 525), 63 over 59 (llama-cookbook issue 120)."""

@@ -79,8 +79,8 @@ LARGE = [(m, n, k) for m in (8192, 16384) for n in (16384, 28672, 57344) for k i
 
 
 ALONE = {"nvfp4": 3.48}
-"""How much faster products of a layer are whose operands were narrowed before: those of Transformer Engine on a B300 (its
-guide to profiling products: 13.10 and 3.76 ms; with casts, 2.69 ms more, twice what their bytes take)."""
+"""How much faster products of a layer are whose operands were narrowed before: those of Transformer Engine on a B300
+(its guide to profiling products: 13.10 and 3.76 ms; with casts, 2.69 ms more, twice what their bytes take)."""
 
 
 @cache
