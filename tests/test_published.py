@@ -507,6 +507,19 @@ def test_without_overlap_a_step_takes_what_was_hidden_longer(tmp_path):
     assert published.score(found).step_s > alone
 
 
+def test_gradients_in_fp16_are_exchanged_as_such(tmp_path):
+    """Half of the bytes of fp32 ones; in bf16 they move in fp32."""
+    for dtype, part in (("fp16", 0.5), ("bf16", 1.0)):
+        found = case(tmp_path, id="bigscience-1.step", dtype=dtype, tp="1", pp="1", dp="8")
+        device = device_of("A100")
+        simulated = published.predict(found.plan, found.job, found.cluster, sent=False, trace=True)
+        wide, narrow = (frameworks.step_s(simulated, found.plan, found.job, device, Framework(
+            overlaps=False, reduces_16_bits=which)) for which in (False, True))
+        moving = frameworks.trace.by_category(simulated.trace)[0]["reduce"]
+        assert moving > 0
+        assert wide - narrow == pytest.approx((1 - part) * moving, rel=0.02)
+
+
 def test_the_command_states_errors_and_reasons(tmp_path, capsys):
     path = table(tmp_path, {}, {"id": "vtrain-2.step", "ep": "2"}, {"id": "dgxc-1.step", "dtype": "bf16"},
                  {"id": "bigscience-1.mem", "metric": "peak_mem_gib", "value": "3"})
