@@ -280,6 +280,20 @@ def test_factors_of_an_unknown_device_are_the_mean_of_its_relatives():
     assert demand.sms(device) >= 1
 
 
+def test_watts_that_do_not_suffice_limit_fp32():
+    """24 pJ for a FLOP in 2016: a P4's 75 W feed 0.568 of its 5.5 TFLOP/s, a P100's 250 W all of its 9.3."""
+    p4, p100 = device_named("P4"), device_named("P100-PCIe-16GB")
+    assert learned.fed(p4) == pytest.approx((75 / (24 * p4.vector_flops / 1e12)) ** learned.STARVED)
+    assert learned.fed(p100) == 1
+    assert learned.fed(device_named("MI100")) == 1  # its fp32 products run on matrix units
+    assert learned.fed(p4.replace(name="P5")) == 1  # of no known year
+    group = learned.load().groups["gemm.fp32"].replace(factors={"P100-PCIe-16GB": Factors(chip={"fp32": 0.9})})
+    relatives = {"P100-PCIe-16GB": Relatives.of(p100)}
+    assert learned.factors_of(group, p4, relatives).chip["fp32"] == pytest.approx(0.9 * learned.fed(p4))
+    other = learned.load().groups["conv"].replace(factors=group.factors)
+    assert learned.factors_of(other, p4, relatives).chip["fp32"] == pytest.approx(0.9)
+
+
 def test_a_device_on_which_only_long_kernels_were_timed_has_the_launch_of_its_relatives():
     group = learned.load().groups["gemm.fp32"].replace(factors={
         "A100-SXM4-80GB": Factors(floor_s={"k": 400e-6, "k torch fp32": 500e-6}),

@@ -163,6 +163,32 @@ def as_known(device: Device, name: str) -> Device:
     return base.replace(flops=flops)
 
 
+JOULE_PER_FLOP, YEAR, E_FOLDING_YEARS = 24e-12, 2016, 6.0
+"""What a product on fp32 lanes takes of a card's watts: 24 pJ for a FLOP in 2016, and 1/e of it six years later.
+From the three cards whose watts are far too few, P4 (2016, 24 pJ), T4 (2018, 18 pJ) and L4 (2023, 7.5 pJ): any two
+of them tell the third within 15 %."""
+STARVED = 0.7
+"""Power of the part of the watts that is there by which the clock falls: of 0.4, 0.6, 0.8 and 1, devices left out of
+products in fp32 are told equally well by 0.6 and 0.8."""
+
+
+def fed(device: Device) -> float:
+    """What the watts of a device leave of its fp32 rate in large products; 1 where they suffice, or are not known.
+
+    Where the rate is that of matrix units, as on CDNA, no energy is known.
+    """
+    row = catalog_rows().get(device.known_as)
+    if not row or not row["year"] or not device.power_w or device.flops.get("fp32") != device.vector_flops:
+        return 1.0
+    joule = JOULE_PER_FLOP * float(np.exp((YEAR - float(row["year"])) / E_FOLDING_YEARS))
+    return float(min(1.0, device.power_w / (joule * device.vector_flops)) ** STARVED)
+
+
+@cache
+def _fed(name: str) -> float:
+    return fed(device_named(name)) if name in catalog_rows() else 1.0
+
+
 class Factors(Spec, frozen=True, kw_only=True):
     """Effective factors of one device for one kind of kernel, and how its measurements deviate from them, if given."""
 
@@ -350,7 +376,8 @@ def factors_of(group: Group, device: Device, relatives: Mapping[str, Relatives],
     """The device's own factors, or the weighted geometric mean of those of its relatives.
 
     fp16 and bf16 run on the same units and share one chip factor. What its large products reach depends on the watts
-    that those units get, so for it power is compared per FLOP/s in 16 bits.
+    that those units get, so for it power is compared per FLOP/s in 16 bits. In fp32 products it is what the watts leave
+    (`fed`) times a mean of what relatives reach of theirs.
 
     `known=False` treats a measured device as one never seen, as cross-validation does.
     """
@@ -360,6 +387,7 @@ def factors_of(group: Group, device: Device, relatives: Mapping[str, Relatives],
     others = [(name, f) for name, f in sorted(group.factors.items()) if name != device.known_as]
     near = [(me.weight(relatives[name]), f) for name, f in others]
     mine = sixteen_power(device)
+    is_fed = "shape.k" in group.names  # of products; convolutions left out are told worse that way
 
     def mean(pairs: list[tuple[float, float]]) -> float:
         return float(np.exp(sum(w * np.log(v) for w, v in pairs) / sum(w for w, _ in pairs)))
@@ -374,8 +402,9 @@ def factors_of(group: Group, device: Device, relatives: Mapping[str, Relatives],
             weight = w if theirs is None or mine is None else me._replace(log_power=mine).weight(
                 relatives[name]._replace(log_power=theirs))
             for kind in SIXTEEN if key in SIXTEEN else (key,):
-                chips.setdefault(kind, []).append((weight, value))
-    return Factors(chip={k: mean(v) for k, v in chips.items()},
+                chips.setdefault(kind, []).append((weight, value / _fed(name) if is_fed and kind == "fp32" else value))
+    own = {"fp32": fed(device)} if is_fed else {}
+    return Factors(chip={k: mean(v) * own.get(k, 1.0) for k, v in chips.items()},
                    dram=mean([(w, f.dram) for w, f in near]) if near else 1.0,
                    floor_s={k: mean(v) for k, v in floors.items()})
 
