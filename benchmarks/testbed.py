@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import Figure
 from benchmarks.peers import zero
+from benchmarks.speed import Pace, Speedometer, ratios
 from mixfleet.cluster import Cluster, Device, Link, Node, device_named
 from mixfleet.files import write_text
 from mixfleet.job import Job, Optimizer
@@ -39,7 +40,6 @@ from mixfleet.model.families import build
 from mixfleet.plan import Pipeline, Plan, Sharding, Stage
 from mixfleet.plan_rules import why_not
 from mixfleet.report.chrome import write_trace
-from mixfleet.testbed.speed import Pace, Speedometer, ratios
 from mixfleet.trace import Span, Trace, compare
 from mixfleet.units import MB, GiB, MiB, show_seconds
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from benchmarks import testbed as bench
+from benchmarks.speed import Pace, Speedometer, pace, ratios
 
 from mixfleet.calibrate import kernels
 from mixfleet.cli import main
@@ -31,7 +32,6 @@ from mixfleet.testbed import testbeds as standing
 from mixfleet.testbed.elastic import train_by_torchrun, train_elastically
 from mixfleet.testbed.faults import Fault, Schedule, explained, injected
 from mixfleet.testbed.layout import PAYLOAD, PROCESS_BYTES, period_us
-from mixfleet.testbed.speed import Pace, Speedometer, pace, ratios
 from run_pool import CLUSTER, Case, job, pipe, plan, reference
 
 MISSING = probe().missing
