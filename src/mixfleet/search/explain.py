@@ -391,6 +391,7 @@ def _better_use(search: Search, ranks: Sequence[int]) -> str:
     weights = job.model.count * job.bytes.weight_bytes
     need = -(-weights // max(1, int(0.8 * device.memory_bytes)))
     if need <= len(ranks):
-        return (f"evaluation of checkpoints: {need} of these {len(ranks)} hold the weights of {job.model.name}; or "
+        return (f"They could evaluate checkpoints (the weights of {job.model.name} need {need} of them), or train "
                 "another job")
-    return f"another job: the weights of {job.model.name} need {need} of them, so not even evaluation fits"
+    return (f"They could train another job; the weights of {job.model.name} alone need {need} of them, so they cannot "
+            "evaluate its checkpoints")
