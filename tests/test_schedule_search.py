@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from itertools import product
 
@@ -13,7 +14,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 
 from mixfleet.errors import InputError
 from mixfleet.schedule.exact import bound, solve
-from mixfleet.schedule.greedy import Orders, Step, Work, makespan, stuck
+from mixfleet.schedule.greedy import Orders, Step, Work, makespan, stuck, timeline
 from mixfleet.schedule.named import SCHEDULES
 from mixfleet.schedule.properties import in_flight
 from mixfleet.schedule.search import halves, search
@@ -123,6 +124,24 @@ def test_small_cases_are_the_best_of_all_orders(home: tuple[int, ...], m: int, f
     answer = solve(work, limit, 2 * best, 10**6)
     assert answer.orders is not None
     assert makespan(work, answer.orders) == pytest.approx(best)
+
+
+@pytest.mark.parametrize(("home", "m", "f", "b", "w", "hop", "limit"), CASES)
+def test_the_makespan_is_where_the_timeline_ends(home: tuple[int, ...], m: int, f: tuple[float, ...],
+                                                 b: tuple[float, ...], w: tuple[float, ...], hop: float,
+                                                 limit: tuple[int, ...]) -> None:
+    """In any orders, those that wait for each other forever among them, and with a second chain."""
+    pick = random.Random(7)
+    for starts in ((0,), (0, len(home) // 2)):
+        work = Work(home, m, f, b, w, comm=hop, starts=starts)
+        steps = [(op, k, i) for op in ("FIW" if w else "FB") for k in range(len(home)) for i in range(m)]
+        for _ in range(60):
+            pick.shuffle(steps)
+            ranked = steps if pick.random() < 0.5 else sorted(steps, key=lambda s: "FBIW".index(s[0]))
+            orders = tuple(tuple(s for s in ranked if home[s[1]] == d) for d in range(work.devices))
+            done = timeline(work, orders)
+            expected = max(end for _, end in done.values()) if len(done) == len(steps) else float("inf")
+            assert makespan(work, orders) == expected
 
 
 @pytest.mark.parametrize(("home", "m", "f", "b", "w"), [

@@ -36,7 +36,8 @@ SUSTAINED: dict[str, float] = {"gpu": 0.88, "cpu": 1.0}
 dropout that eager frameworks run besides the operators we count. Chosen with `benchmarks/accuracy.py --scan`."""
 SUSTAINED_VECTOR = 1.0
 """The same of products in fp32 that vector units make: there is nothing to cast, and those units multiply at a
-sixteenth of the tensor units' rate, so that a GPU holds its clock. Every source that has such runs chooses it."""
+sixteenth of the tensor units' rate, so that a GPU holds its clock. Chosen
+by neusight, dle and lambda alike; sailor's mixed runs, bound by their network, are a little worse by it."""
 
 KNEE_W, THROTTLE = 1.0, 0.3
 """Watts per TFLOP/s of dense peak below which a GPU cannot hold its clocks while it multiplies for minutes, and the

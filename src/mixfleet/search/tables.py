@@ -173,8 +173,7 @@ class Table:
         for mode in reversed(range(len(MODES))):
             key = (mode, first, last)
             if key not in self._moving:
-                moving = self.passing_bytes[mode] + (0 if first else 2 * self.edge_bytes[:, None]) + (
-                    0 if last else 2 * self.edge_bytes[None, :])
+                moving = self._moving_bytes(mode, first=first, last=last)
                 self._moving[key] = np.where(self.forward_s > 0, moving, inf), self.forward_s + self.backward_s[mode]
             moving, whole_s = self._moving[key]
             fits = state + in_flight * self.saved_bytes[mode] + moving <= most
@@ -182,14 +181,16 @@ class Table:
             chosen[fits] = mode
         return seconds, chosen
 
+    def _moving_bytes(self, mode: int, *, first: bool, last: bool) -> Matrix:
+        """Temporaries and messages."""
+        edges = (0 if first else 2) * self.edge_bytes[:, None] + (0 if last else 2) * self.edge_bytes[None, :]
+        moving: Matrix = self.passing_bytes[mode] + edges
+        return moving
+
     def need_bytes(self, state: Matrix, mode: int, in_flight: int, *, first: bool, last: bool,
                    communicators: int) -> Matrix:
         """Bytes taken from a device at the most, if all meet: state, micro-batches in flight, temporaries, messages."""
-        tensors: Matrix = state + in_flight * self.saved_bytes[mode] + self.passing_bytes[mode]
-        if not first:
-            tensors += 2 * self.edge_bytes[:, None]
-        if not last:
-            tensors += 2 * self.edge_bytes[None, :]
+        tensors: Matrix = state + in_flight * self.saved_bytes[mode] + self._moving_bytes(mode, first=first, last=last)
         framework = max(framework_bytes(d, communicators) for d in self.devices)
         tensors *= allocator_factor(self.devices[0])
         tensors += framework
