@@ -84,7 +84,7 @@ class Rule(NamedTuple):
 def makespan(work: Work, orders: Orders) -> float:
     """Seconds of one step when every device keeps its order; infinite if the orders wait for each other.
 
-    Where `timeline` ends: searches ask so often that keeping every step would cost most of their time.
+    It is where `timeline` ends, without a record of every step.
     """
     last, count = len(work.home) - 1, work.micro_batches
     hops = [0.0 if work.ends(k) else work.hop(k) for k in range(last + 1)]
