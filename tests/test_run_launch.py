@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
@@ -34,10 +35,29 @@ def _long() -> Job:
     return job().replace(steps=100_000)
 
 
+class _Leaves:
+    """Writes down what threads a rank still has when its interpreter ends."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __call__(self, rank: int) -> None:
+        atexit.register(self._write, rank)
+
+    def _write(self, rank: int) -> None:
+        names = [p.read_text().strip() for p in Path("/proc/self/task").glob("*/comm")]
+        (self.path / f"threads-{rank}").write_text(json.dumps([*names, *(t.name for t in threading.enumerate())]))
+
+
 def test_resumes_under_another_plan(tmp_path: Path) -> None:
     reported: list[StepMetrics] = []
-    first = train(PIPELINE, job(), CLUSTER, steps=2, out_dir=tmp_path, on_step=reported.append)
+    first = train(PIPELINE, job(), CLUSTER, steps=2, out_dir=tmp_path, on_step=reported.append,
+                  enter=_Leaves(tmp_path))
     assert first is not None
+    for rank in (0, 1):  # a thread of a process group that meets an interpreter which ends aborts the process
+        left = json.loads((tmp_path / f"threads-{rank}").read_text())
+        assert "MainThread" in left
+        assert not [name for name in left if "gloo" in name or "_look" in name]
     then = train(PAIR, job(), CLUSTER, steps=4, out_dir=tmp_path, resume=tmp_path / "checkpoints", trace_steps=1)
     assert then is not None
     expected = reference(Case(PAIR, job()))

@@ -14,8 +14,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -121,31 +121,32 @@ def take_part(job: Job, cluster: Cluster, out: Path, *, node: str, steps: int, c
         signal.signal(number, lambda *_: asked.set())
     store, process, world = next(iter(rendezvous("env://", timeout=_MEET)))
     here = _meet(store, process, world, cluster, node)
-    threading.Thread(target=_beat, args=(store.clone(), process), daemon=True).start()
-    done = newest(out)
-    if process == 0:
-        plan = plan_for(job, here.cluster)
-        used = dict.fromkeys(here.cluster.nodes[here.cluster.node_of[r]].name for r in plan.ranks)
-        say(f"step {done}: {len(plan.ranks)} of {len(here.process)} devices, on {', '.join(used)}")
-        out.mkdir(parents=True, exist_ok=True)
-        with open(out / LEGS, "ab") as file:
-            file.write(msgspec.json.encode(Begun(
-                first_step=done, nodes=tuple(n.name for n in here.cluster.nodes), plan=plan, at=time.time())) + b"\n")
-        store.set("plan", msgspec.json.encode(plan).decode())
-    plan = msgspec.json.decode(store.get("plan"), type=Plan)
-    result: TrainResult | None = None
-    if here.rank in plan.ranks:
-        options = Options(steps=steps, out_dir=str(out), resume=str(out / "checkpoints") if done else "",
-                          checkpoint_every=checkpoint_every, patience_s=patience_s(plan, here.cluster))
-        result = as_process(plan, job, here.cluster, plan.ranks.index(here.rank), options, base=Path(base),
-                            on_step=on_step, store=PrefixStore("train", store), stop=asked.is_set)
-        if result:
-            store.set("over", "stopped" if result.stopped else "done")
-    over = _over(store, process, here, patience_s(plan, here.cluster))
-    if over == "stopped" and not asked.wait(_LEAVE_S):
-        print(f"error: {node}: others were told to stop, and this process was not", file=sys.stderr, flush=True)
-        os._exit(1)
-    return result
+    with _beating(store.clone(), process):
+        done = newest(out)
+        if process == 0:
+            plan = plan_for(job, here.cluster)
+            used = dict.fromkeys(here.cluster.nodes[here.cluster.node_of[r]].name for r in plan.ranks)
+            say(f"step {done}: {len(plan.ranks)} of {len(here.process)} devices, on {', '.join(used)}")
+            out.mkdir(parents=True, exist_ok=True)
+            with open(out / LEGS, "ab") as file:
+                begun = Begun(first_step=done, nodes=tuple(n.name for n in here.cluster.nodes), plan=plan,
+                              at=time.time())
+                file.write(msgspec.json.encode(begun) + b"\n")
+            store.set("plan", msgspec.json.encode(plan).decode())
+        plan = msgspec.json.decode(store.get("plan"), type=Plan)
+        result: TrainResult | None = None
+        if here.rank in plan.ranks:
+            options = Options(steps=steps, out_dir=str(out), resume=str(out / "checkpoints") if done else "",
+                              checkpoint_every=checkpoint_every, patience_s=patience_s(plan, here.cluster))
+            result = as_process(plan, job, here.cluster, plan.ranks.index(here.rank), options, base=Path(base),
+                                on_step=on_step, store=PrefixStore("train", store), stop=asked.is_set)
+            if result:
+                store.set("over", "stopped" if result.stopped else "done")
+        over = _over(store, process, here, patience_s(plan, here.cluster))
+        if over == "stopped" and not asked.wait(_LEAVE_S):
+            print(f"error: {node}: others were told to stop, and this process was not", file=sys.stderr, flush=True)
+            os._exit(1)
+        return result
 
 
 def _meet(store: Any, process: int, world: int, cluster: Cluster, node: str) -> _Place:
@@ -169,12 +170,24 @@ def _meet(store: Any, process: int, world: int, cluster: Cluster, node: str) -> 
     return _Place(part, by_rank, next(r for r, p in by_rank.items() if p == process))
 
 
-def _beat(store: Any, process: int) -> None:
-    """Tell that this process lives, for as long as it does and the store is there."""
-    with suppress(Exception):
-        while True:
-            store.add(f"alive/{process}", 1)
-            time.sleep(_BEAT_S)
+@contextmanager
+def _beating(store: Any, process: int) -> Iterator[None]:
+    """Tell that this process lives, while the context lasts and the store is there."""
+    over = threading.Event()
+
+    def beat() -> None:
+        with suppress(Exception):
+            while not over.is_set():
+                store.add(f"alive/{process}", 1)
+                over.wait(_BEAT_S)
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:  # a thread in the store while the interpreter ends aborts the process
+        over.set()
+        thread.join(_BEAT_S)
 
 
 def _over(store: Any, process: int, here: _Place, patience_s: float) -> str:

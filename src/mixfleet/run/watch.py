@@ -20,7 +20,8 @@ class Watch:
     def __init__(self, interpreter: Interpreter | Crew, patience_s: float, give_up: Callable[[str], None]) -> None:
         self._interpreter, self._patience_s, self._give_up = interpreter, patience_s, give_up
         self._over = threading.Event()
-        threading.Thread(target=self._look, daemon=True).start()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread.start()
 
     def _look(self) -> None:
         while not self._over.wait(min(0.5, self._patience_s / 4)):
@@ -33,3 +34,4 @@ class Watch:
 
     def close(self) -> None:
         self._over.set()
+        self._thread.join()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -456,6 +457,16 @@ def run(plan: Plan, job: Job, cluster: Cluster, source: Source, options: Options
     to stop; else SIGTERM and SIGINT do. `give_up` is told, from another thread, in what this rank has waited longer
     than `options.patience_s`.
     """
+    result = _run(plan, job, cluster, source, options, process, tell, give_up, init_method, local, store, stop)
+    # The rank's cycles held its process groups. Their threads must end before the interpreter does: one that lets go
+    # of a Python object while it finalizes aborts the process.
+    gc.collect()
+    return result
+
+
+def _run(plan: Plan, job: Job, cluster: Cluster, source: Source, options: Options, process: int, tell: Tell,
+         give_up: Callable[[str], None], init_method: str, local: bool, store: Any,
+         stop: Callable[[], bool] | None) -> TrainResult | None:
     asked = [False]
 
     def ask(signum: int, frame: Any) -> None:
