@@ -91,6 +91,8 @@ class Framework(NamedTuple):
     saves_products: Literal["", "all", "needed"] = ""
     """Selective recomputation by operator keeps attention's output and every second product: all of these, or with a
     compiler those that backward needs."""
+    balances: bool = False
+    """Whether pipeline stages are cut by the FLOPs of products, head included, not by the number of layers."""
     lazy: bool = True
     """Whether CUDA loads a kernel when it is first used (11.7 and later); before, all of PyTorch's at once."""
 
@@ -161,7 +163,8 @@ FRAMEWORKS: dict[str, Framework] = {
     "llmfoundry": Framework(copies_weights=False, joined=True, flash=1),
     "torchtitan": EAGER_LLAMA._replace(copies_weights=False, counted="reserved", flash=2, saves_narrow=False,
                                        logit_bytes=FP32_LOGITS),
-    "nanotron": Framework(expandable=False, both_gradients=True, joined=True, flash=2, counted="reserved"),
+    "nanotron": Framework(expandable=False, both_gradients=True, joined=True, flash=2, counted="reserved",
+                          balances=True),
     "neusight": HUGGING_FACE, "lambda": HUGGING_FACE, "dle": HUGGING_FACE,
     "finetune": EAGER_LLAMA._replace(optimizer="foreach"),
 }

@@ -228,7 +228,8 @@ def case_of(run: str, metrics: Mapping[str, tuple[int, dict[str, str]]]) -> Case
             framework = framework._replace(both_gradients=True, bucket_elements=5 * 10**8, pure=False)
         if _count(row, "zero_stage", zero) == 3:
             framework = framework._replace(hook_s=frameworks.HOOK_S)
-    plan = plan_of(row, len(model.blocks), zero=zero)
+    costs = [_products_flops(b) for b in model.blocks] if framework.balances else ()
+    plan = plan_of(row, len(model.blocks), zero=zero, costs=costs)
     if is_lora:
         stated = re.search(r"LoRA rank (\d+)", settings)
         names = (ADAPTED_BY_QWEN if row["model"].startswith("Qwen-") else ADAPTED_BY_LITGPT if owner == "Lightning-AI"
@@ -518,8 +519,9 @@ def _nic_gbit(row: dict[str, str], per_node: int) -> float:
     return usual * per_node / 8 if chip in ("GB200", "GB300") else usual
 
 
-def plan_of(row: dict[str, str], blocks: int, *, zero: int = 0) -> Plan:
-    """Tensor degree innermost, then context, data, and pipeline; layers as even as can be, or as the row lists them.
+def plan_of(row: dict[str, str], blocks: int, *, zero: int = 0, costs: Sequence[float] = ()) -> Plan:
+    """Tensor degree innermost, then context, data, and pipeline; layers as even as can be, by `costs` of all blocks if
+    the code base goes by such, or as the row lists them.
 
     `zero` is the stage of ZeRO where the row states none.
     """
@@ -537,7 +539,7 @@ def plan_of(row: dict[str, str], blocks: int, *, zero: int = 0) -> Plan:
         rounds = 1
     if rounds > 1 and (samples // micro) % stages:
         raise Inexpressible("interleaved stages whose number does not divide the micro-batches")
-    cuts = _cuts(row, blocks, stages * rounds)
+    cuts = _cuts(row, blocks, stages * rounds, costs)
     stated = _recompute(row)
     recompute = "none" if "(" in stated else stated or "none"
     copies = data * context
@@ -568,13 +570,33 @@ def _recompute(row: dict[str, str]) -> str:
     return row.get("recompute") or (f"{named[1]} ({named[2]})" if named else checkpointing)
 
 
-def _cuts(row: dict[str, str], blocks: int, chunks: int) -> list[int]:
+def _products_flops(block: Block) -> float:
+    """FLOPs of a block's products per token."""
+    return sum(op.flops.at(1, 1, 1) for op in block.ops if op.kind == "gemm")
+
+
+def _by_cost(costs: Sequence[float], chunks: int) -> list[int]:
+    """Where stages begin, and the end, if each takes blocks until all up to its own cost more than its share and that
+    of those before it."""
+    cuts, so_far = [0], 0.0
+    for i, cost in enumerate(costs):
+        so_far += cost
+        if len(cuts) < chunks and so_far > sum(costs) * len(cuts) / chunks:
+            cuts.append(i + 1)
+    return [*cuts, len(costs)]
+
+
+def _cuts(row: dict[str, str], blocks: int, chunks: int, costs: Sequence[float] = ()) -> list[int]:
     found = re.search(r"layers per stage incl\. embedding and head=\[([\d, ]+)\]", row.get("other_settings", ""))
     if found:
         sizes = [int(n) for n in found[1].split(",")]
         if len(sizes) != chunks or sum(sizes) != blocks:
             raise Inexpressible("the layers per stage do not add up")
         return [sum(sizes[:i]) for i in range(chunks + 1)]
+    if costs and chunks > 1:
+        cuts = _by_cost(costs, chunks)
+        if len(cuts) == chunks + 1 and cuts[-2] < blocks:
+            return cuts
     if (blocks - 2) % chunks and blocks % chunks == 0:  # Megatron can count the embedding and the head as layers
         return [blocks * i // chunks for i in range(chunks + 1)]
     return [0, *(1 + (blocks - 2) * i // chunks for i in range(1, chunks)), blocks]
@@ -618,7 +640,7 @@ def work(model: Model, seq_len: int, attention: str, *, recompute: bool) -> floa
     """
     config = model.config
     width = model.heads * (int(config["head_dim"]) if "head_dim" in config else model.hidden // model.heads)
-    layers = sum(sum(op.flops.at(1, 1, 1) for op in block.ops if op.kind == "gemm") for block in model.blocks[1:-1])
+    layers = sum(map(_products_flops, model.blocks[1:-1]))
     scores = {"full": 4.0, "causal": 2.0, "none": 0.0}[attention] * model.layers * width * seq_len
     return (4 if recompute else 3) * (layers + scores) + 6 * model.vocab * model.hidden
 
