@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from mixfleet.spec import Spec
@@ -102,24 +102,6 @@ def _union(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged
 
 
-def _minus(whole: Sequence[tuple[int, int]], cut: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The points of `whole` that are not in `cut`; both disjoint and ascending."""
-    left: list[tuple[int, int]] = []
-    i = 0
-    for start, end in whole:
-        while i < len(cut) and cut[i][1] <= start:
-            i += 1
-        j = i
-        while j < len(cut) and cut[j][0] < end:
-            if cut[j][0] > start:
-                left.append((start, cut[j][0]))
-            start = max(start, cut[j][1])
-            j += 1
-        if start < end:
-            left.append((start, end))
-    return left
-
-
 def _length(intervals: Iterable[tuple[int, int]]) -> int:
     return sum(end - start for start, end in intervals)
 
@@ -166,12 +148,12 @@ def exposed(trace: Trace) -> dict[int, dict[str, float]]:
     result: dict[int, dict[str, float]] = {}
     for device, row in rows.items():
         covered = _union(row.get("", ()))
+        length = _length(covered)
         result[device] = {}
         for category in CATEGORIES:
             if category in row:
-                alone = _minus(_union(row[category]), covered)
-                result[device][category] = _length(alone) / scale
-                covered = _union((*covered, *alone))
+                covered = _union((*covered, *row[category]))
+                result[device][category] = (-length + (length := _length(covered))) / scale
     trace.__dict__["_exposed"] = result
     return result
 

@@ -14,9 +14,10 @@ All ranks in here are posts (`Plan.posts`): a rank that stands in several pipeli
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache, cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from math import gcd
 from typing import Literal, NamedTuple
 
@@ -292,6 +293,7 @@ class Layout:
                              if any(map(stage.holds, unit.blocks)))
                        for p in self.plan.pipelines)
         degrees = sorted({self.plan.pipelines[p].stages[s].tensor for p, found in enumerate(stages) for s in found})
+        ends: dict[int, list[list[int]]] = {}
         spans: dict[tuple[int, ...] | None, list[tuple[int, int]]] = {}
         shared: dict[tuple[tuple[int, ...], ...], list[tuple[int, int]]] = {}
         for tensor in unit.tensors:
@@ -303,9 +305,10 @@ class Layout:
             if tensor.param.split is None or degrees == [1]:
                 spans.setdefault(None, []).append((tensor.offset, tensor.offset + tensor.elements))
                 continue
-            points = sorted({cut(tensor.rows, t, j)[0] for t in degrees for j in range(t)} | {tensor.rows})
-            for a, b in pairwise(points):
-                owner = tuple(next(j for j in range(t) if a < cut(tensor.rows, t, j)[1]) for t in degrees)
+            if tensor.rows not in ends:
+                ends[tensor.rows] = [[cut(tensor.rows, t, j)[1] for j in range(t)] for t in degrees]
+            for a, b in pairwise(sorted({0, *chain.from_iterable(ends[tensor.rows])})):
+                owner = tuple([bisect_right(found, a) for found in ends[tensor.rows]])
                 spans.setdefault(owner, []).append((tensor.offset + a * tensor.row, tensor.offset + b * tensor.row))
         columns = []
         for slice_, parts in spans.items():

@@ -150,6 +150,7 @@ def _flowing(duration: list[int], kind: list[int], first: list[int], then: list[
     ports = [[port for port, _ in one.demands] for one in flows]
     latency, alone = [one.latency_ns for one in flows], [float(one.alone_ns) for one in flows]
     lone = [speeds([one])[0] for one in flows]
+    lone_ns = [round(whole / fast) for whole, fast in zip(alone, lone)]
     known: dict[tuple[int, ...], list[float]] = {}
     """Speeds of flows that are under way together."""
     turn, computes, waited = [one.turn_ns for one in flows], [one.computes for one in flows], set[int]()
@@ -218,13 +219,19 @@ def _flowing(duration: list[int], kind: list[int], first: list[int], then: list[
             ready.append(task)
             for port in ports[k]:
                 on[port].remove(task)
-                changed[port] = None
+                if on[port]:
+                    changed[port] = None
         else:
             left[task], since[task] = alone[k], now
-            due[task] = -1
+            due[task], shared = -1, not lone_ns[k]
             for port in ports[k]:
+                shared = shared or bool(on[port])
                 on[port].append(task)
-                changed[port] = None
+            if shared:
+                changed.update(dict.fromkeys(ports[k]))
+            else:  # until another one comes
+                speed[task], due[task] = lone[k], now + lone_ns[k]
+                heappush(queue, (due[task], task))
 
 
 def _together(task: int, on: dict[int, list[int]], ports: list[list[int]], kind: list[int]) -> list[int]:

@@ -62,6 +62,8 @@ class Row(NamedTuple):
     members: tuple[Entity, ...]
     """The first seats of all of them."""
     actions: tuple[Action, ...]
+    streams: tuple[str, ...]
+    """Per action, the name of its stream."""
     parts: tuple[tuple[Part, ...], ...]
     """Per action, what it is made of; empty for communication."""
     start_ns: list[int]
@@ -94,6 +96,7 @@ class _Voice(NamedTuple):
 
     group: list[int]
     actions: tuple[Action, ...]
+    streams: list[str]
     parts: list[tuple[Part, ...]]
     first: list[int]
     last: list[int]
@@ -141,7 +144,7 @@ class _Player:
             raise RuntimeError("the program deadlocks: some actions wait for each other")
         entities = self._traffic.entities
         rows = [Row(entities[v.group[0]], tuple(entities[e] for e in self._traffic.crews[v.group[0]]),
-                    tuple(entities[e] for e in v.group), v.actions, tuple(v.parts),
+                    tuple(entities[e] for e in v.group), v.actions, tuple(v.streams), tuple(v.parts),
                     [times.start[t] for t in v.first], [times.end[t] for t in v.last]) for v in voices]
         return Played(rows, self._critical(voices, times))
 
@@ -149,15 +152,16 @@ class _Player:
         entity = self._traffic.entities[group[0]]
         role = self._roles[entity.pipeline, entity.stage]
         crew = self._traffic.crews[group[0]]
-        voice = _Voice(group, role.actions, [], [], [])
+        voice = _Voice(group, role.actions, [], [], [], [])
         needs = role.needs(lambda seat: hazards(seat.actions, self._layout))
         order = self._graph.order
         before: dict[tuple[str, int], int] = {}
         turns: dict[tuple[str, int, int], int] = {}
         known: dict[object, tuple[tuple[Part, ...], int, Flow | None]] = {}
-        first, last, pieces = voice.first, voice.last, voice.parts
+        first, last, pieces, streams = voice.first, voice.last, voice.parts, voice.streams
         for action, after in zip(voice.actions, needs, strict=True):
             stream = stream_of(action)
+            streams.append(stream[0])
             e = crew[max(action.seat, 0)]
             if action.op in _MEETS:
                 key = action.op, action.lo, action.seat

@@ -282,6 +282,8 @@ class _Walk:
         """Per EA, when what it moves has left the device however slow copies are: when something is computed that
         waits for it or for what comes back behind it in its stream. So the peak does not depend on their speed."""
         row, found, upto = self._row, dict[int, int](), 0
+        if not self._stage.offload_blocks:
+            return found
         leaving: list[int] = []
         place: dict[tuple[int, int], int] = {}
         behind: dict[tuple[int, int], int] = {}

@@ -21,7 +21,7 @@ from mixfleet.job import PRODUCTS, Job
 from mixfleet.model.spec import Size
 from mixfleet.plan import Plan
 from mixfleet.plan_rules import why_not
-from mixfleet.program.action import PUBLISH, STEP, Action, B, F, Program, stream_of
+from mixfleet.program.action import PUBLISH, STEP, Action, B, F, Program
 from mixfleet.program.layout import Layout
 from mixfleet.program.lower import lower
 from mixfleet.schedule.named import SCHEDULES
@@ -265,17 +265,18 @@ def _trace(played: Played, memories: dict[tuple[int, int], Memory], plan: Plan, 
     steps = _steps(played, plan)
     for r, row in enumerate(played.rows):
         device = row.entity.ranks[0]
-        for action, parts, start, end in zip(row.actions, row.parts, row.start_ns, row.end_ns, strict=True):
+        for action, stream, parts, start, end in zip(row.actions, row.streams, row.parts, row.start_ns, row.end_ns,
+                                                     strict=True):
             name = str(action) if named else ""
             if parts:
                 whole, done, begin = sum(part.ns for part in parts), 0, start  # transfers on the same core stretch all
                 for part in parts:
                     done += part.ns
                     until = begin + (end - begin) * done // whole
-                    spans.append(Span(device, stream_of(action)[0], name, part.category, start, until))
+                    spans.append(Span(device, stream, name, part.category, start, until))
                     start = until
             elif end > start:
-                spans.append(Span(device, stream_of(action)[0], name, CATEGORY[action.op], start, end))
+                spans.append(Span(device, stream, name, CATEGORY[action.op], start, end))
         for (index, rank), memory in memories.items():
             if index == r and rank == next(iter(_kinds(row, cluster).values())):
                 marks += [MemoryMark(device, ns, nbytes, str(row.actions[i]) if i >= 0 else "")
@@ -346,19 +347,23 @@ def _devices(played: Played, memories: dict[tuple[int, int], Memory], job: Job, 
     away = any(stage.offload for pipeline in layout.plan.pipelines for stage in pipeline.stages)
     for r, row in enumerate(played.rows):
         answers = {device: memories[r, rank] for device, rank in _kinds(row, cluster).items()}
-        used = {device: _use(memory.resumed, memory.fresh) for device, memory in answers.items()}
+        known: dict[int, tuple[Memory, Peak, str]] = {}  # by identity, since hashing a device reads much of it
         for member in row.members:
             for rank in member.ranks:
                 device = cluster.devices[rank]
+                if id(device) not in known:
+                    peak = _use(answers[device].resumed, answers[device].fresh)
+                    known[id(device)] = answers[device], peak, _phase(peak.action)
+                memory, peak, phase = known[id(device)]
                 found.append(DeviceUse(
                     rank=rank, device=device.name, node=cluster.nodes[cluster.node_of[rank]].name,
                     pipeline=member.pipeline, stage=member.stage, replica=member.replica,
                     busy=busy.get(row.entity.ranks[0], 0.0), capacity_bytes=device.memory_bytes,
-                    fresh_bytes=answers[device].fresh.total_bytes, resumed_bytes=answers[device].resumed.total_bytes,
-                    peak_bytes=used[device].total_bytes, phase=_phase(used[device].action),
-                    peak_s=used[device].time_ns / NS_PER_S, breakdown=used[device].breakdown,
+                    fresh_bytes=memory.fresh.total_bytes, resumed_bytes=memory.resumed.total_bytes,
+                    peak_bytes=peak.total_bytes, phase=phase,
+                    peak_s=peak.time_ns / NS_PER_S, breakdown=peak.breakdown,
                     more=tuple((seat.pipeline, seat.stage) for seat in row.seats[1:]),
-                    host_bytes=answers[device].parked + (
+                    host_bytes=memory.parked + (
                         sum(offloaded(layout, job, post) for post in layout.posts_of(rank)) if away else 0)))
     return tuple(sorted(found, key=lambda d: d.rank))
 
