@@ -26,7 +26,11 @@ def stepper(job: Job, stage: int) -> Step:
     model = Chain(job, samples)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rule.lr, betas=rule.betas, weight_decay=rule.weight_decay)
     if stage == 3:  # blocks use weights of the modules inside them, whose own forward is not called
-        deepspeed.utils.set_z3_leaf_modules(model, [*{type(block) for block in model.blocks}])
+        first, *others = model.blocks
+        # Whether backward of a leaf is over is told by the gradient of its input, and the first block's has none.
+        for weight in first.parameters():
+            deepspeed.zero.register_external_parameter(first, weight)
+        deepspeed.utils.set_z3_leaf_modules(model, [*{type(block) for block in others}])
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, dist_init_required=False, config={
         "train_batch_size": samples * dist.get_world_size(), "train_micro_batch_size_per_gpu": samples,
         "gradient_clipping": job.clip_norm, "steps_per_print": 10**9, "zero_allow_untested_optimizer": True,
