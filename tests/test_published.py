@@ -502,8 +502,9 @@ def test_embedding_and_head_as_layers(tmp_path):
 
 
 def test_nanotron_cuts_stages_by_the_flops_of_products(tmp_path):
-    """A layer has (4 + 3 * 4) * 256**2 = 1.05 M weights, the head 8,192 * 256 = 2 layers' worth, so the first of two stages
-    takes layers until it has more than 6 of 12; of three, until it has more than 4, and the second until both have 8."""
+    """A layer has (4 + 3 * 4) * 256**2 = 1.05 M weights, the head 8,192 * 256 = 2 layers' worth, so the first of two
+    stages takes layers until it has more than 6 of 12; of three, until it has more than 4, and the second until both
+    have 8."""
     assert published._by_cost([0, *[1] * 10, 2], 2) == [0, 8, 12]
     assert published._by_cost([0, *[1] * 10, 2], 3) == [0, 6, 10, 12]
     change = {"model": "Llama-tiny", "layers": "10", "vocab": "8192", "tp": "1", "dp": "4", "dtype": "bf16"}
