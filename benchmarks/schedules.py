@@ -3,7 +3,8 @@
 Both contenders of a schedule run the same stages in the same processes, in turns, and the median over rounds of the
 ratio of two neighbouring steps counts: the speed of a machine moves by a third within a minute, and by the best step of
 each, one of them has the luckier moment. For the predictions blocks sleep, forward and in both halves of backward, and
-are predicted by what they take when measured alone, as any model is; so what is left is the order and the runtime.
+are predicted by what they take when measured alone and what messages take of a process, as any model is; so what is
+left is the order and the runtime.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 
 from benchmarks import Figure
 
-ROUNDS, PAIRS, MICRO_BATCHES = 5, 30, 8
+ROUNDS, TRIES, PAIRS, MICRO_BATCHES = 5, 3, 30, 8
 RATIO_LIMIT, ERROR_LIMIT = 1.05, 0.05
 UNIT_S = 0.02
 LINK_S = 0.015
@@ -31,13 +32,13 @@ NAMES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved": "Sched
          "zb-v": "ScheduleZBVZeroBubble"}
 
 
-def _cluster(stages: int, times: Any = (), slow: float = 0.0) -> Any:
-    """`stages` equal devices in one node; or, with `slow`, in nodes of their own of which the last is reached through a
-    NIC of so many bytes per second."""
+def _cluster(stages: int, times: Any = (), slow: float = 0.0, **costs: float) -> Any:
+    """`stages` equal devices, with what messages cost them; in one node or, with `slow`, in nodes of their own of which
+    the last is reached through a NIC of so many bytes per second."""
     from mixfleet.cluster import Cluster, Device, Link, Node
 
     device = Device(name="cpu", kind="cpu", flops={"fp32": 1e11}, vector_flops=1e11, memory_bytes=2**32,
-                    memory_Bps=1e10, block_times=times)
+                    memory_Bps=1e10, block_times=times).replace(**costs)
     link = Link(latency_s=5e-5, bandwidth_Bps=1e9)
     if not slow:
         return Cluster(name="bench", nodes=(Node(name="here", devices=(device,) * stages, link=link, nic=link),))
@@ -235,12 +236,16 @@ def _sleepers(units: list[float]) -> list[Any]:
     return [Sleeper(n * UNIT_S) for n in units]
 
 
-def _alone(units: Sequence[float], position: Sequence[int]) -> Callable[[Any, Sequence[float]], Any]:
-    """Measures what such blocks take with nothing around them, as `Trainer.measure` does, on all processes at once, and
-    returns the function that gives each block of a chain the mean over these. A chain begins with `units[0]`."""
+def _alone(units: Sequence[float], position: Sequence[int]) -> Callable[..., Any]:
+    """Measures what such blocks take with nothing around them, as `Trainer.measure` does, and what messages take of a
+    process, as `mixfleet profile` does, on all processes at once. Returns the function that makes the cluster for a
+    model and its chain of units, each block with the mean over these. A chain begins with `units[0]`.
+
+    The fastest of a few tries counts for each process, as the fastest step does of what is measured beside it."""
     import torch
     import torch.distributed as dist
 
+    from mixfleet.calibrate.links import messages
     from mixfleet.job import Optimizer
     from mixfleet.run.trainer import Trainer
 
@@ -248,23 +253,28 @@ def _alone(units: Sequence[float], position: Sequence[int]) -> Callable[[Any, Se
     samples = torch.randn(2, MICRO_BATCHES, *position, 8)
     gauge = Trainer(_sleepers([units[0], *kinds]), _squared, *samples, global_batch=MICRO_BATCHES,
                     optimizer=Optimizer(name="sgd"))
-    mine = [t for t in gauge.measure(_cluster(1)).devices[0].block_times if t.micro_batch == 1]
+    tries = [[t for t in gauge.measure(_cluster(1)).devices[0].block_times if t.micro_batch == 1]
+             for _ in range(TRIES)]
+    mine = [(min(t.forward_s for t in times), min(t.backward_s for t in times)) for times in zip(*tries)]
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, [(t.forward_s, t.backward_s) for t in mine])
-    means = [tuple(map(fmean, zip(*found))) for found in zip(*everyone)]
+    dist.all_gather_object(everyone, (mine, messages()))
+    means = [tuple(map(fmean, zip(*found))) for found in zip(*(times for times, _ in everyone))]
+    costs = {key: fmean(found[key] for _, found in everyone) for key in everyone[0][1]}
 
-    def times(model: Any, chain: Sequence[float]) -> Any:
+    def cluster(model: Any, chain: Sequence[float], slow: float = 0.0) -> Any:
         found = [means[0 if i == 0 else 1 + kinds.index(n)] for i, n in enumerate(chain)]
-        return tuple(mine[0].replace(block=b.kind, forward_s=forward_s, backward_s=backward_s)
-                     for b, (forward_s, backward_s) in zip(model.blocks, found))
+        times = tuple(tries[0][0].replace(block=b.kind, forward_s=forward_s, backward_s=backward_s)
+                      for b, (forward_s, backward_s) in zip(model.blocks, found))
+        return _cluster(dist.get_world_size(), times, slow, **costs)
 
-    return times
+    return cluster
 
 
 def beside_simulator(process: int, world: int, names: tuple[str, ...] = (), *, narrow: bool = False
                      ) -> dict[str, dict[str, float]]:
     """Schedule -> predicted and measured seconds per step, for the searched order and every named one of a pipeline
-    that drains; or those of `names`. With `narrow`, a message to or from the last rank takes `LINK_S`."""
+    that drains; or those of `names`. With `narrow`, a message to or from the last rank takes `LINK_S`. All take turns
+    of one step, so that a slow minute meets all of them."""
     import torch
     import torch.distributed as dist
 
@@ -276,9 +286,11 @@ def beside_simulator(process: int, world: int, names: tuple[str, ...] = (), *, n
     from mixfleet.search.roundpipe import in_rounds
     from mixfleet.sim import predict
 
-    found: dict[str, dict[str, float]] = {}
+    predicted: dict[str, float] = {}
+    ranks: dict[str, Rank] = {}
+    steps: dict[str, Callable[[], None]] = {}
     position = [512] if narrow else []
-    times_of = _alone([n / 2 for n in STAGES], position)
+    cluster_of = _alone([n / 2 for n in STAGES], position)
     named = [name for name, schedule in SCHEDULES.items() if schedule.ways == 1 and not schedule.weights]
     ports = [tempfile.mkdtemp() if process == 0 else ""]
     dist.broadcast_object_list(ports)
@@ -294,7 +306,7 @@ def beside_simulator(process: int, world: int, names: tuple[str, ...] = (), *, n
         slow = samples[0, 0].nbytes / LINK_S if narrow else 0.0
         trainer = Trainer(_sleepers(units), _squared, *samples, global_batch=MICRO_BATCHES,
                           optimizer=Optimizer(name="sgd", lr=1e-3, momentum=0.0))
-        cluster = _cluster(world, times_of(trainer.job.model, units), slow)
+        cluster = cluster_of(trainer.job.model, units, slow)
         if name == "searched":
             plan = reschedule(plan, trainer.job, cluster)
         elif name == "roundpipe":
@@ -305,14 +317,14 @@ def beside_simulator(process: int, world: int, names: tuple[str, ...] = (), *, n
         rank.start()
         if narrow:
             rank.fabric.send = _Narrow(rank.fabric, world - 1, slow, ports[0])  # type: ignore[method-assign]
-        batches = rank.batches(0)
-        measured = _turns({"measured": lambda rank=rank, batches=batches:  # type: ignore[misc]
-                           rank.interpreter.step(batches, 1e-3)}, dist.barrier, ROUNDS)["measured"]
+        ranks[name], predicted[name] = rank, predict(plan, trainer.job, cluster).step_s
+        steps[name] = partial(rank.interpreter.step, rank.batches(0), 1e-3)  # type: ignore[assignment]
+    taken = _turns(steps, dist.barrier, ROUNDS)
+    for rank in ranks.values():
         rank.close()
-        found[name] = {"predicted": predict(plan, trainer.job, cluster).step_s, "measured": min(measured)}
     if process == 0:
         shutil.rmtree(ports[0])
-    return found
+    return {name: {"predicted": predicted[name], "measured": min(seconds)} for name, seconds in taken.items()}
 
 
 def waves_beside_simulator(process: int, world: int) -> dict[str, dict[str, float]]:
@@ -327,7 +339,7 @@ def waves_beside_simulator(process: int, world: int) -> dict[str, dict[str, floa
     from mixfleet.sim import predict
 
     units, waves = (0.0, 2.0, 2.0, 2.0), 14  # what comes first makes no gradient of its input, so it takes no time
-    times_of = _alone(units, [])
+    cluster_of = _alone(units, [])
     found = {}
     for distance in (0, 1):
         plan = Plan(schedule="hetpipe", synchronization=Synchronization(distance=distance), pipelines=tuple(
@@ -336,7 +348,7 @@ def waves_beside_simulator(process: int, world: int) -> dict[str, dict[str, floa
             for first, cut, samples in ((0, 2, 4), (2, 3, 6))))
         trainer = Trainer(_sleepers(list(units)), _squared, torch.randn(10, 8), torch.randn(10, 8), global_batch=10,
                           optimizer=Optimizer(name="sgd", lr=1e-6, momentum=0.0))
-        cluster = _cluster(world, times_of(trainer.job.model, units))
+        cluster = cluster_of(trainer.job.model, units)
         rank = Rank(plan, trainer.job, cluster, trainer.source, process)
         rank.start()
         ends = [result.end_ns for result in rank.advance(waves, lambda: False)]
