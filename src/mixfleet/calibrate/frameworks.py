@@ -87,7 +87,8 @@ class Framework(NamedTuple):
     """Whether a sharded unit with frozen and trained weights makes gradients of all of them, and keeps them whole while
     it adds up micro-batches without exchanging (FSDP's documentation warns of the former)."""
     groups: bool = False
-    """Whether the ranks of a copy of the model have a communicator, for norms and overflows, besides."""
+    """Whether the ranks of a copy of the model have a communicator, for norms and overflows, besides, and all ranks
+    another, the default group, on which Megatron waits for all as it starts."""
     saves_products: Literal["", "all", "needed"] = ""
     """Selective recomputation by operator keeps attention's output and every second product: all of these, or with a
     compiler those that backward needs."""
@@ -481,7 +482,8 @@ def _table_bytes(use: DeviceUse, plan: Plan, job: Job) -> int:
 def _outside_bytes(use: DeviceUse, plan: Plan, device: Device, framework: Framework) -> int:
     """Bytes of the context and the communicators, as the driver counts them."""
     stages = plan.pipelines[use.pipeline].stages
-    more = framework.groups and stages[use.stage].tensor * len(stages) > 1
+    ranks = stages[use.stage].tensor * len(stages)
+    more = framework.groups * ((ranks > 1) + (ranks * len(plan.replicas) > 1))
     return (use.breakdown.get("framework", CONTEXT_BYTES["gpu"]) + more * communicator_bytes(device)
             + (0 if framework.lazy else KERNELS_BYTES))
 
