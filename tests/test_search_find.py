@@ -20,7 +20,7 @@ from mixfleet.search.candidates import Candidates
 from mixfleet.search.finder import Search
 from mixfleet.search.improve import dealt, neighbours
 from mixfleet.search.replicate import _Line, shares_of
-from mixfleet.search.space import classes_of, shapes
+from mixfleet.search.space import bound_classes, classes_of, shapes
 from mixfleet.search.tables import MODES, Tables
 from mixfleet.search.uneven import by_room
 from mixfleet.search.variants import PLANNED, is_deep, laid, schedules
@@ -54,6 +54,7 @@ def routed_job(batch=4):
     return Job(name="j", model=model, seq_len=256, global_batch=batch)
 
 
+NEAR = device("near", 90, 40)
 FAST, SLOW, TINY = device("fast", 100, 80), device("slow", 37, 30), device("tiny", 61, 1.4)
 CASES = {
     "fast and slow in one node, slow alone": (job(), cluster([FAST, SLOW], [SLOW]), PLAIN),
@@ -101,6 +102,7 @@ NARROW = {
     "one device of each kind": (job(layers=3, batch=7), cluster([SLOW, FAST], [SLOW], nic=2e8), PLAIN),
     "the whole share at once": (job(layers=3, batch=5), cluster([FAST], [SLOW], nic=1e9), PLAIN),
     "experts": (routed_job(), cluster([FAST], [SLOW], nic=1e9), PLAIN),
+    "unlike devices as one tensor group": (job(batch=1, seq_len=1024, hidden=1024), cluster([FAST, NEAR]), PLAIN),
 }
 
 
@@ -110,6 +112,21 @@ def test_templates_find_what_uses_a_part_of_the_devices(case):
     work, where, limits = NARROW[case]
     best, found = (find(work, where, limits=some).best for some in (limits, TEMPLATES))
     assert found.prediction.step_s <= 1.01 * best.prediction.step_s
+
+
+@pytest.mark.parametrize(("nodes", "ways"), [
+    ([[FAST, SLOW], [SLOW]], 2),  # apart, or the first two together
+    ([[FAST, FAST], [FAST, SLOW]], 4),
+    ([[FAST] * 3], 2),  # which two are together makes no difference; three do not divide four heads
+    ([[FAST, FAST, SLOW]], 3),
+    ([[FAST] * 3, [SLOW] * 2], 0),  # more than four devices
+])
+def test_each_way_to_bind_devices_together_comes_once(nodes, ways):
+    found = list(bound_classes(Tables(job(), cluster(*nodes))))
+    assert len(found) == ways
+    for classes in found:
+        assert sorted(r for c in classes for r in c.nodes[0]) == list(range(sum(map(len, nodes))))
+        assert all(c.bound and c.tensor_groups(c.size) == [c.nodes[0]] for c in classes)
 
 
 def mixed():
@@ -344,9 +361,7 @@ def placed(widths, cuts, ranks, samples, micro_batch, shares=(), dispatch="split
 
 
 MID, BIG = device("mid", 60, 40), device("big", 170, 80)
-WINS = {"three in front of one": (job(layers=10, batch=12, hidden=1024, seq_len=1024),
-                                  cluster([MID] * 3, [BIG], nic=2e9)),
-        "two and three": (job(layers=12, batch=8, hidden=1024, seq_len=1024),
+WINS = {"two and three": (job(layers=12, batch=8, hidden=1024, seq_len=1024),
                           cluster([FAST] * 2, [MID] * 3, nic=2e9))}
 
 
@@ -358,7 +373,7 @@ def test_stages_with_replicas_of_their_own_are_proposed_where_they_win(name):
     assert any(stage.members > 1 for stage in best.plan.pipelines[0].stages)
     assert not any(p.replicated for p in without.best.plan.pipelines)
     saved = 1 - best.prediction.step_s / without.best.prediction.step_s
-    assert saved > (0.002 if name == "three in front of one" else 0.01)
+    assert saved > 0.01
     assert any(line.startswith(f"replicas of single stages save {saved:.1%} of the") for line in result.why)
     assert " by 1:1" in best.summary
     assert predict(best.plan, work, where).step_s == best.prediction.step_s
@@ -636,6 +651,20 @@ def test_virtual_workers_are_proposed_where_steps_may_be_late_and_why_says_what_
     adam = find(work.replace(optimizer=Optimizer()), where, names=("hetpipe",), limits=Limits(devices=1))
     assert all(ranked.plan.synchronous for ranked in adam.plans)
     assert any(line.startswith("no virtual workers (hetpipe): optimizer is adamw") for line in adam.why)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("nodes", "nic", "batch", "seq_len", "workers"), [
+    ([[FAST], [MID]], 1e9, 16, 512, 1),  # its pipeline never drains
+    ([[FAST, SLOW], [FAST, SLOW]], 3e8, 64, 2048, 3),  # and exchanges go on beside the next wave
+])
+def test_virtual_workers_may_be_faster_than_all_synchronous_plans(nodes, nic, batch, seq_len, workers):
+    work = job(layers=4, batch=batch, seq_len=seq_len, hidden=1024, optimizer=Optimizer(name="sgd", momentum=0.9))
+    found, usual = (find(work, cluster(*nodes, nic=nic), names=names, limits=Limits(devices=1)).best
+                    for names in (("hetpipe",), ()))
+    assert (found.plan.schedule, len(found.plan.pipelines)) == ("hetpipe", workers)
+    assert usual.plan.synchronous
+    assert found.prediction.step_s < 0.95 * usual.prediction.step_s
 
 
 def test_replicas_that_hold_unequally_many_experts_reduce_gradients_at_every_micro_batch():

@@ -139,7 +139,8 @@ class Candidates:
                     rated.append((seconds / (share(team) * team.replicas), order, team))
                 elif all(sharded):
                     self._too_small(team, pieces)
-            picked |= dict.fromkeys(team for _, _, team in sorted(rated)[:KEPT // len(classes)])
+            kept = len(rated) if classes[0].bound else KEPT // len(classes)
+            picked |= dict.fromkeys(team for _, _, team in sorted(rated)[:kept])
         return [team for kind in picked for team in placements[kind.kind, kind.replicas]]
 
     # --- stages --------------------------------------------------------------------------------------------------

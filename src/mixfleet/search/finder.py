@@ -7,7 +7,7 @@ then improve the best plans step by step. Limits count candidates, not seconds, 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import islice
 from math import inf
@@ -30,9 +30,11 @@ from mixfleet.search.replicate import candidates
 from mixfleet.search.reschedule import reschedule
 from mixfleet.search.result import Objective, SearchResult
 from mixfleet.search.space import (
+    FEW_BOUND,
     MANY_CLASSES,
     Limits,
     Shape,
+    bound_classes,
     classes_of,
     enumerate_all,
     micro_batch_sizes,
@@ -80,6 +82,8 @@ SCHEDULED, LAID = 4, 8
 """Families whose best plans are laid out for other schedules, and simulations of these."""
 AHEAD, ALIKE = 8, 2
 """Simulations of pipelines under any schedule before those of other plans, and of those from one family."""
+MORE = 3
+"""Times as many of both where each device may stand by itself, since there are more shapes."""
 FEW = 4
 """Micro-batches per stage from which a pipeline is filled and drained soon enough, whatever its schedule."""
 FARTHEST, WORTH = 3, 1e-3
@@ -234,6 +238,26 @@ class Search:
         self._ahead(deep.values(), ahead)
         self._drain(heap, simulations, top, RELATIVES)
 
+    def shapes(self, *, wide: bool) -> Iterator[Shape]:
+        """Shapes of whole classes, then on small clusters those of single devices and of unlike ones bound together;
+        of those that differ only by equal devices of a node the first."""
+        ways = [self.classes, *(() if wide else bound_classes(self.tables))]
+        seen: set[object] = set()
+        for classes in ways:
+            for shape in shapes(self.tables, classes, lambda members, some=classes:  # type: ignore[misc]
+                                self.candidates.choose(members, some, wide=wide)):
+                if len(ways) > 1:
+                    key = tuple(sorted((team.context, *(self._label(group) for replica in team.ranks
+                                                        for group in (*replica, ()))) for team in shape))
+                    if key in seen:
+                        continue
+                    seen.add(key)
+                yield shape
+
+    def _label(self, ranks: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+        """Kinds and nodes of the devices."""
+        return tuple((self.tables.kind_of[r], self.cluster.node_of[r]) for r in ranks)
+
     def narrow(self) -> None:
         """Tries parts of the cluster, those first that could be fastest if each device trained alone: where links are
         slow, fewer devices of a kind may do better than all of them. Sets of whole classes are among the shapes."""
@@ -387,11 +411,13 @@ class Search:
         return bound >= self.best and len(self.distinct()) >= top
 
     def family(self, plan: Plan) -> object:
-        """What plans of one family share: the kinds of devices of every stage."""
-        return tuple((p.replicas, p.context, tuple(
-            self.tables.signature(s.ranks(0)) if s.members == 1 else
-            tuple(self.tables.signature(s.ranks(0, j)) for j in range(s.members)) for s in p.stages))
-                     for p in plan.pipelines)
+        """What plans of one family share: how many replicas have which kinds of devices in every stage."""
+        counts: Counter[object] = Counter()
+        for p in plan.pipelines:
+            counts[p.context, tuple(
+                self.tables.signature(s.ranks(0)) if s.members == 1 else
+                tuple(self.tables.signature(s.ranks(0, j)) for j in range(s.members)) for s in p.stages)] += p.replicas
+        return frozenset(counts.items())
 
     def replicate(self) -> None:
         """Tries stages with replicas of their own, as long as their bound is better than the best, or that under
@@ -662,9 +688,8 @@ def _found(search: Search, top: int, limits: Limits, schedule_search: bool) -> S
         search.begin()
     for wide in () if exact else (False, True):
         if not wide or not search.found:
-            search.expand(shapes(search.tables, search.classes,
-                                 lambda members, wide=wide: search.candidates.choose(  # type: ignore[misc]
-                                     members, search.classes, wide=wide)), top)
+            times = 1 if len(search.cluster.devices) > FEW_BOUND else MORE
+            search.expand(search.shapes(wide=wide), top, times * SIMULATED, times * AHEAD)
     if not search.found:
         search.offload()
         exact = exact and not search.found

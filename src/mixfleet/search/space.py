@@ -26,6 +26,8 @@ FEW_DEGREES = 4
 """Degrees of expert parallelism that are tried in templates."""
 FEW_DEVICES, FEW_NODES, FEW_STAGES, MOST_PARTS = 8, 4, 4, 500
 """What a small cluster and a short pipeline are, of which more ways are tried, and the most parts of a cluster."""
+FEW_BOUND = 4
+"""Devices up to which each may stand by itself."""
 MANY_CLASSES = 4
 """Classes up to which every way of putting them together is tried."""
 
@@ -35,6 +37,8 @@ class Class(NamedTuple):
 
     device: Device
     nodes: tuple[tuple[int, ...], ...]
+    bound: bool = False
+    """Whether its devices, maybe unlike, work as one tensor group only."""
 
     @property
     def size(self) -> int:
@@ -86,6 +90,23 @@ def classes_of(tables: Tables, some: Collection[int] | None = None) -> tuple[Cla
             found.setdefault((kind, len(pool), cluster.nodes[node].zone), []).append(tuple(pool))
     classes = [Class(cluster.devices[nodes[0][0]], tuple(nodes)) for nodes in found.values()]
     return tuple(sorted(classes, key=lambda c: (tables.table(c.nodes[0][:1], 1).whole_s, c.nodes)))
+
+
+def bound_classes(tables: Tables) -> Iterator[tuple[Class, ...]]:
+    """For a cluster of up to `FEW_BOUND` devices, all ways to put these into tensor groups inside nodes, unlike devices
+    included, each a class of its own: so devices of one kind may also do different work. Ways that differ only by equal
+    devices of a node come once."""
+    devices, kind_of = tables.cluster.devices, tables.kind_of
+    if len(devices) > FEW_BOUND:
+        return
+    degrees = tensor_degrees(tables.job, len(devices))
+    seen: set[object] = set()
+    for groups in product(*(_partitions(ranks) for ranks in tables.cluster.ranks_of_node)):
+        found = [group for node in groups for group in node]
+        key = tuple(tuple(sorted(tuple(kind_of[r] for r in group) for group in node)) for node in groups)
+        if key not in seen and all(len(group) in degrees for group in found):
+            seen.add(key)
+            yield tuple(Class(devices[group[0]], (group,), bound=True) for group in found)
 
 
 def parts_of(cluster: Cluster, kind_of: Sequence[int]) -> list[frozenset[int]]:
@@ -162,8 +183,10 @@ def teams(members: Sequence[int], classes: Sequence[Class], tables: Tables, *, w
     found: list[Team] = []
     job = tables.job
     blocks = len(job.model.blocks)
-    degrees = {c: tensor_degrees(job, classes[c].size if wide else max(map(len, classes[c].nodes))) for c in members}
-    for order in permutations(members) if len(members) <= 3 else (tuple(members), tuple(reversed(members))):
+    degrees = {c: (classes[c].size,) if classes[c].bound else
+               tensor_degrees(job, classes[c].size if wide else max(map(len, classes[c].nodes))) for c in members}
+    every = len(members) <= 3 or all(classes[c].bound for c in members)
+    for order in permutations(members) if every else (tuple(members), tuple(reversed(members))):
         for context, *chosen in product(contexts, *(degrees[c] for c in order)):
             if context > 1 and (job.seq_len % (2 * context * lcm(*chosen)) or any(
                     len(node) % d for c, d in zip(order, chosen) for node in classes[c].nodes)):
@@ -227,6 +250,7 @@ def splits(classes: Sequence[Class], cluster: Cluster) -> Iterator[tuple[tuple[i
 
 
 def _partitions(items: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """All ways to put the items into sets."""
     if not items:
         yield ()
         return
