@@ -238,8 +238,8 @@ def _sleepers(units: list[float]) -> list[Any]:
 
 def _alone(units: Sequence[float], position: Sequence[int]) -> Callable[..., Any]:
     """Measures what such blocks take with nothing around them, as `Trainer.measure` does, and what messages take of a
-    process, as `mixfleet discover --profile` does, on all processes at once. Returns the function that makes the cluster for a
-    model and its chain of units, each block with the mean over these. A chain begins with `units[0]`.
+    process, as `mixfleet discover --profile` does, on all processes at once. Returns the function that makes the
+    cluster for a model and its chain of units, each block with the mean over these. A chain begins with `units[0]`.
 
     The fastest of a few tries counts for each process, as the fastest step does of what is measured beside it."""
     import torch
