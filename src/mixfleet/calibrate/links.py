@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
-from statistics import fmean, median, quantiles
-from time import clock_gettime, perf_counter, process_time, pthread_getcpuclockid
+from functools import partial
+from itertools import pairwise
+from statistics import fmean, quantiles
+from time import perf_counter, process_time, sleep
 
 from mixfleet.catalog.efficiency import COLLECTIVE_S, MESSAGE_CPU_S
 from mixfleet.cluster import Device, Link
 
 _SMALL, _LARGE = 4, 8 * 2**20
 _ROUNDS = 24
-_CPU_SIZES, _CPU_ROUNDS = (4, 2**18), (32, 16)
-"""Bytes per message and rounds of `messages`."""
+_CPU_SIZES, _CPU_ROUNDS, _CPU_TURNS, _CALM_S = (4, 2**18), (8, 4), 5, 0.2
+"""Of `messages`: bytes per message, rounds in a row, how often these take turns with computing alone, for how long."""
 _MOST_PARTNERS, _MEETINGS, _MEETING_BYTES = 3, 12, 2**18
 """Of `meetings`: partners per rank, times that each is met, and bytes per message: as many as training sends, since
 those need several turns."""
@@ -67,26 +69,26 @@ def messages() -> dict[str, float]:
     added up.
 
     As in training, messages are driven by a thread of their own, and another one computes meanwhile: a message that is
-    alone finds its code and data in the caches. What that thread takes does not count.
+    alone finds its code and data in the caches. What a message takes is what the process needs beyond the same
+    computing while nobody sends: the kernel's work for a message is charged to whatever it interrupts.
     """
     import torch
     import torch.distributed as dist
 
     peers = dist.get_world_size() - 1
     found = []
-    with ThreadPoolExecutor(1) as thread, _computing() as others_s:
+    with ThreadPoolExecutor(1) as thread, _computing() as products:
         for nbytes, rounds in zip(_CPU_SIZES, _CPU_ROUNDS):
             swap = _swap(nbytes, [p for p in range(peers + 1) if p != dist.get_rank()])
-            thread.submit(swap).result()
-            dist.barrier()
-            taken = []
-            for _ in range(rounds):
-                start = process_time() - others_s()
-                thread.submit(swap).result()
-                taken.append(process_time() - others_s() - start)
-            # The median: beside a slow peer messages go in more pieces, and only the luckiest round has none of that.
-            found.append(median(taken) / (2 * peers))
-            dist.barrier()
+            send = partial(_by, thread, swap, rounds)
+            send()
+            calm, taken = [_taken(products, partial(sleep, _CALM_S))], []
+            for _ in range(_CPU_TURNS):
+                taken.append(_taken(products, send))
+                calm.append(_taken(products, partial(sleep, _CALM_S)))
+            each = [cpu_s / max(done, 1) for cpu_s, done in calm]
+            extra_s = sum(cpu_s - done * fmean(around) for (cpu_s, done), around in zip(taken, pairwise(each)))
+            found.append(extra_s / (2 * peers * rounds * _CPU_TURNS))
     total, term = torch.ones(2**20), torch.ones(2**20)
     start = process_time()
     for _ in range(_ROUNDS):
@@ -112,25 +114,39 @@ def meetings() -> dict[str, tuple[float, float]]:
     return {name: (calm[name], busy[name]) for name in swaps if name}
 
 
+def _by(thread: Executor, part: Callable[[], object], rounds: int) -> None:
+    for _ in range(rounds):
+        thread.submit(part).result()
+
+
+def _taken(products: Callable[[], int], part: Callable[[], object]) -> tuple[float, int]:
+    """CPU seconds of this process during a part that begins on all ranks at once, and products computed meanwhile."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    start_s, start = process_time(), products()
+    part()
+    return process_time() - start_s, products() - start
+
+
 @contextmanager
-def _computing() -> Iterator[Callable[[], float]]:
-    """Another thread computes, as training does while messages are under way. The value tells its CPU seconds."""
+def _computing() -> Iterator[Callable[[], int]]:
+    """Another thread computes, as training does while messages are under way. The value tells how many products it has
+    made."""
     import torch
 
-    over = threading.Event()
+    over, made = threading.Event(), [0]
 
     def compute() -> None:
         a = torch.randn(192, 192)
         while not over.is_set():
-            for _ in range(20):
-                a @ a
+            a @ a
+            made[0] += 1
 
     thread = threading.Thread(target=compute)
     thread.start()
-    assert thread.ident is not None
-    clock = pthread_getcpuclockid(thread.ident)
     try:
-        yield lambda: clock_gettime(clock)
+        yield lambda: made[0]
     finally:
         over.set()
         thread.join()
