@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -45,7 +46,10 @@ class _Leaves:
         atexit.register(self._write, rank)
 
     def _write(self, rank: int) -> None:
-        names = [p.read_text().strip() for p in Path("/proc/self/task").glob("*/comm")]
+        names = []
+        for path in Path("/proc/self/task").glob("*/comm"):
+            with suppress(OSError):  # a thread that has just ended
+                names.append(path.read_text().strip())
         (self.path / f"threads-{rank}").write_text(json.dumps([*names, *(t.name for t in threading.enumerate())]))
 
 
