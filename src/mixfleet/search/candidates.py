@@ -127,12 +127,13 @@ class Candidates:
             rated = []
             for order, team in enumerate(kinds[:BEAM]):
                 everyone = max(team.copies, round(team.copies / part))
-                pieces = Pieces(*(everyone if s else 1 for s in sharded))
+                alone = team.copies == 1 and not any(sharded)  # it may be all there is
+                pieces = Pieces(*(everyone if s else 1 for s in sharded), groups=int(everyone > 1 and not alone))
                 if spread:
                     pieces = pieces._replace(expert=expert_degrees(self.tables.job, (team,))[-1])
                 fits = [f for m in (1, 2, 4) if (f := self.fit(team, m, pieces, share(team)))]
                 if not fits and all(sharded) and team.stages == 1 and part < 1:  # others may hold more than their part
-                    generous = Pieces(*[UNEVEN * everyone for _ in range(3)])
+                    generous = Pieces(*[UNEVEN * everyone for _ in range(3)], groups=1)
                     fits = [f for m in (1, 2, 4) if (f := self.fit(team, m, generous, share(team)))]
                 if fits:
                     seconds = min(f.step_s(share(team)) for f in fits)
@@ -203,7 +204,7 @@ class Candidates:
         experts = Sharing.evenly(self.tables.job, pieces.expert, tensor, crowd)
         table = self.tables.table(ranks, micro_batch, context, experts)
         state = self.tables.state_bytes(tensor, pieces)
-        communicators = 2 + (tensor > 1) + (context > 1) + (pieces.expert > 1) + len({*pieces[:3]} - {1})
+        communicators = 1 + (tensor > 1) + (context > 1) + (pieces.expert > 1) + pieces.groups
         return table.cheapest(state, in_flight, first=first, last=last, communicators=communicators)
 
     # --- plans ---------------------------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ def _frugal_cuts(team: Team, tables: Tables) -> tuple[float, tuple[int, ...]] | 
     for i, group in enumerate(team.ranks[0]):
         table = tables.table(group, 1)
         need = table.need_bytes(tables.state_bytes(len(group), pieces), full, min(team.stages - i, waves),
-                                first=i == 0, last=i == team.stages - 1, communicators=2 + (len(group) > 1))
+                                first=i == 0, last=i == team.stages - 1, communicators=1 + (n > 1) + (len(group) > 1))
         costs.append(np.where(table.forward_s > 0, need / table.capacity_bytes, inf))
     cuts = partition(costs)
     return (max(float(c[b]) for c, b in zip(costs, pairwise(cuts))), cuts) if cuts else None

@@ -142,7 +142,8 @@ class _Line:
             slowest = np.zeros(seconds.shape)
             for group, n in rows:
                 table = tables.table(group, n)
-                need = table.need_bytes(state, mode, in_flight, first=first, last=last, communicators=3)
+                need = table.need_bytes(state, mode, in_flight, first=first, last=last,
+                                        communicators=1 + (tensor > 1) + (self._replicas > 1))
                 fits &= (need <= table.capacity_bytes) & (table.forward_s > 0)
                 slowest = np.maximum(slowest, table.forward_s + table.backward_s[mode])
             seconds, chosen = np.where(fits, slowest, seconds), np.where(fits, mode, chosen)

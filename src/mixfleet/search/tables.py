@@ -28,6 +28,7 @@ from mixfleet.plan import Pipeline, Plan, Recompute, Sharding, Stage, groups
 from mixfleet.program.layout import Layout, Unit
 from mixfleet.search.partition import Matrix
 from mixfleet.search.walk import Times
+from mixfleet.sim.memory import replica_groups
 
 MODES: tuple[Recompute, ...] = ("none", "selective", "full")
 
@@ -45,20 +46,22 @@ class Pieces(NamedTuple):
     prefetch: int = 1
     expert: int = 1
     """Replicas that share routed experts; of what each has, those who have the same hold parts."""
+    groups: int = 0
+    """Process groups over replicas."""
 
     @staticmethod
     def of(sharding: Sharding, replicas: int, expert: int = 1) -> Pieces:
         """Groups are as even as can be; the smallest one holds the largest pieces."""
         w, g, o = (min(len(members) for members in groups(replicas, min(degree, replicas)))
                    for degree in (sharding.weights, sharding.gradients, sharding.optimizer))
-        return Pieces(w, g, o, sharding.prefetch, expert)
+        return Pieces(w, g, o, sharding.prefetch, expert, replica_groups(sharding, replicas))
 
     @staticmethod
     def portion(sharding: Sharding, part: float, expert: int = 1) -> Pieces:
-        """For a replica that holds this part of all that is sharded."""
+        """For a replica that holds this part of all that is sharded over all."""
         w, g, o = (1 / part if degree > 1 and part else inf if degree > 1 else 1.0
                    for degree in (sharding.weights, sharding.gradients, sharding.optimizer))
-        return Pieces(w, g, o, sharding.prefetch, expert)
+        return Pieces(w, g, o, sharding.prefetch, expert, 1)
 
 
 class Sharing(NamedTuple):

@@ -32,7 +32,7 @@ def parts(tables: Tables, shape: Shape, sharding: Sharding) -> list[float] | Non
     whole = (0, len(tables.job.model.blocks))
     for team in shape:
         group = team.ranks[0][0]
-        table, communicators = tables.table(group, 1), 2 + (len(group) > 1) + len({*degrees} - {1})
+        table, communicators = tables.table(group, 1), 2 + (len(group) > 1)
         need = []
         for part in (0.0, 0.5):
             state = tables.state_bytes(len(group), Pieces.portion(sharding, part))

@@ -26,7 +26,7 @@ from mixfleet.cost.memory import (
     workspace_bytes,
 )
 from mixfleet.job import Job
-from mixfleet.plan import Plan
+from mixfleet.plan import Plan, Sharding
 from mixfleet.program.action import (
     AHEAD,
     ANTICIPATE,
@@ -166,10 +166,14 @@ def _inside(parts: Iterable[tuple[int, int]], wholes: Iterable[tuple[int, int]])
 def communicators(plan: Plan, pipeline: int, stage: int) -> int:
     """Process groups of a rank that hold buffers: all ranks, its tensor, context and expert groups, all replicas,
     partition groups."""
-    n = len(plan.replicas)
-    degrees = {plan.sharding.weights, plan.sharding.gradients, plan.sharding.optimizer} - {1, n}
     pipe = plan.pipelines[pipeline]
-    return 1 + (pipe.stages[stage].tensor > 1) + (pipe.context > 1) + (plan.expert > 1) + (n > 1) + len(degrees)
+    return (1 + (pipe.stages[stage].tensor > 1) + (pipe.context > 1) + (plan.expert > 1)
+            + replica_groups(plan.sharding, len(plan.replicas)))
+
+
+def replica_groups(sharding: Sharding, replicas: int) -> int:
+    """Of these the groups of a rank over replicas: all of them, and partition groups."""
+    return (replicas > 1) + len({sharding.weights, sharding.gradients, sharding.optimizer} - {1, replicas})
 
 
 def follow(row: Row, rank: int, plan: Plan, job: Job, cluster: Cluster, layout: Layout) -> Memory:
