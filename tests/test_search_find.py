@@ -209,7 +209,7 @@ def test_uneven_processors_get_uneven_shares():
 
 def test_the_fast_one_computes_more_and_holds_less():
     """S03: a fast device with little memory beside a slow one with much, behind a link too slow to gather often."""
-    fast, slow = device("fast", 100, 2.6), device("slow", 40, 6.0)
+    fast, slow = device("fast", 100, 2.4), device("slow", 40, 5.8)
     work, where = job(layers=16, batch=23, hidden=1024, seq_len=1024), cluster([fast, slow], fast_link=5e9)
     search = Search(work, where, "time", 100, None)
     (shape,) = [s for s in shapes(search.tables, search.classes,
@@ -556,7 +556,7 @@ def test_progress_tells_of_better_plans():
 
 def test_state_in_proportion_to_memory_where_equal_pieces_do_not_fit():
     """H2: two large devices and two small ones, on which a quarter of the state lacks room."""
-    large, small = device("large", 50, 3.0), device("small", 50, 2.1)
+    large, small = device("large", 50, 2.8), device("small", 50, 1.9)
     work, where = job(layers=16, batch=8, hidden=1024, seq_len=1024), cluster([large] * 2 + [small] * 2, fast_link=3e12)
     result = find(work, where, limits=Limits(devices=1))
     best = result.plans[0]
