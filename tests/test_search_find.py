@@ -209,7 +209,7 @@ def test_uneven_processors_get_uneven_shares():
 
 def test_the_fast_one_computes_more_and_holds_less():
     """S03: a fast device with little memory beside a slow one with much, behind a link too slow to gather often."""
-    fast, slow = device("fast", 100, 2.4), device("slow", 40, 5.8)
+    fast, slow = device("fast", 100, 2.5), device("slow", 40, 6.0)
     work, where = job(layers=16, batch=23, hidden=1024, seq_len=1024), cluster([fast, slow], fast_link=5e9)
     search = Search(work, where, "time", 100, None)
     (shape,) = [s for s in shapes(search.tables, search.classes,
@@ -552,6 +552,16 @@ def test_progress_tells_of_better_plans():
     assert lines
     assert "simulated" in lines[-1]
     assert result.simulated >= len(lines)
+
+
+def test_a_pipeline_by_itself_needs_no_group_of_replicas():
+    """Its ranks have one communicator (200 MiB), for all of them; with a second one it would not fit."""
+    small = device("small", 100, 1.3)
+    work, where = job(layers=2, batch=5, seq_len=512, hidden=1024), cluster([small, small])
+    result = find(work, where, limits=Limits(devices=0))
+    (pipeline,) = result.best.plan.pipelines
+    assert len(pipeline.stages) == 2
+    assert all(1.3 * GiB - 200 * 2**20 < use.peak_bytes <= 1.3 * GiB for use in result.best.prediction.devices)
 
 
 def test_state_in_proportion_to_memory_where_equal_pieces_do_not_fit():
