@@ -128,12 +128,14 @@ class Candidates:
             for order, team in enumerate(kinds[:BEAM]):
                 everyone = max(team.copies, round(team.copies / part))
                 alone = team.copies == 1 and not any(sharded)  # it may be all there is
-                pieces = Pieces(*(everyone if s else 1 for s in sharded), groups=int(everyone > 1 and not alone))
+                weights, gradients, optimizer = (everyone if s else 1 for s in sharded)
+                pieces = Pieces(weights, gradients, optimizer, groups=int(everyone > 1 and not alone))
                 if spread:
                     pieces = pieces._replace(expert=expert_degrees(self.tables.job, (team,))[-1])
                 fits = [f for m in (1, 2, 4) if (f := self.fit(team, m, pieces, share(team)))]
                 if not fits and all(sharded) and team.stages == 1 and part < 1:  # others may hold more than their part
-                    generous = Pieces(*[UNEVEN * everyone for _ in range(3)], groups=1)
+                    most = UNEVEN * everyone
+                    generous = Pieces(most, most, most, groups=1)
                     fits = [f for m in (1, 2, 4) if (f := self.fit(team, m, generous, share(team)))]
                 if fits:
                     seconds = min(f.step_s(share(team)) for f in fits)
