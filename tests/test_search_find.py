@@ -305,7 +305,8 @@ def test_the_schedule_is_part_of_the_plan_and_why_says_what_it_gains():
     assert best.plan.schedule in best.summary
 
 
-@pytest.mark.parametrize("names", [("zb-h1",), ("wave", "gpipe"), ("pipedream",)])
+@pytest.mark.parametrize("names", [("wave", "gpipe"), *(pytest.param(one, marks=pytest.mark.slow) for one in (
+    ("zb-h1",), ("pipedream",)))])
 def test_only_the_schedules_that_were_asked_for(names):
     """Slow links leave pipelines. What is found is possible, in full enumerations as by templates, and no better than
     without the restriction."""
@@ -534,14 +535,14 @@ def test_cost_objective_leaves_dear_devices_idle():
 
 def test_time_limit_is_reported():
     """Even then there is a plan if one fits, and what was not looked at is not said to lack memory."""
-    result = find(job(layers=6, batch=24), mixed(), max_seconds=0.0)
+    result = find(job(layers=4, batch=12), mixed(), limits=PLAIN, max_seconds=0.0)
     assert not result.complete
     assert result.best is not None
     assert result.best.prediction.fits
-    whole = find(job(layers=6, batch=24), mixed())
+    whole = find(job(layers=4, batch=12), mixed(), limits=PLAIN)
     assert whole.best.prediction.step_s <= result.best.prediction.step_s <= 4 * whole.best.prediction.step_s
     assert "memory" not in next(other.why_not for other in result.alternatives if other.name.startswith("only"))
-    nothing = find(job(layers=6, batch=24, hidden=32768), mixed(), max_seconds=0.0)
+    nothing = find(job(layers=2, batch=12, hidden=32768), mixed(), max_seconds=0.0)
     assert nothing.best is None
     assert not nothing.complete
 
