@@ -288,6 +288,9 @@ def test_rows_of_several_runs_make_one_table():
     used = row("three tiers", bench.CHOSEN, 1.0, 2.0, cpu_s=(.5, .13, .26, .11))
     assert bench.busy(used) == pytest.approx([.5, .25, 1.0, .5])
     assert bench.summaries([used])[0].of_core == pytest.approx(1.0)
+    lucky = row("equal", "ZeRO-3", 2.2, 2.0, speed=.8)  # it met faster cores: 2.5 s as they were beside the profile
+    (equal,) = bench.summaries([lucky, row("equal", bench.CHOSEN, 2.0, 2.2, speed=1.0)])
+    assert (equal.behind_best, equal.behind_alike) == pytest.approx((.1, 0))
     assert "| equal | ZeRO-3 | 2 s | 2.2 s | +10.0% |" in bench.table(rows)
 
 
