@@ -78,11 +78,18 @@ class _Narrow:
 
 
 def _plan(name: str, blocks: int, stages: int) -> Any:
-    """Equal numbers of blocks, two chunks per stage where the schedule wants several."""
+    """Equal numbers of blocks, two chunks per stage where the schedule wants several; half of the samples in each
+    direction where it has two."""
     from mixfleet.plan import Pipeline, Plan, Stage
     from mixfleet.schedule.named import SCHEDULES
 
     rounds = SCHEDULES[name].rounds
+    if SCHEDULES[name].ways == 2:
+        cuts = [(s * blocks // stages, (s + 1) * blocks // stages) for s in range(stages)]
+        return Plan(schedule=name, pipelines=tuple(Pipeline(  # type: ignore[arg-type]
+            samples=MICRO_BATCHES // 2, micro_batch=1,
+            stages=tuple(Stage(blocks=cut, devices=(device,)) for cut, device in zip(cuts, devices)))
+            for devices in (range(stages), reversed(range(stages)))))
     home = SCHEDULES[name].place(stages, rounds)
     size = blocks // len(home)
     chunks = [[(k * size, (k + 1) * size) for k, h in enumerate(home) if h == s] for s in range(stages)]
@@ -291,7 +298,8 @@ def beside_simulator(process: int, world: int, names: tuple[str, ...] = (), *, n
     steps: dict[str, Callable[[], None]] = {}
     position = [512] if narrow else []
     cluster_of = _alone([n / 2 for n in STAGES], position)
-    named = [name for name, schedule in SCHEDULES.items() if schedule.ways == 1 and not schedule.weights]
+    # Two directions pass the slow link both ways at once; `_Narrow` knows one pipeline.
+    named = [name for name, s in SCHEDULES.items() if not s.weights and not (narrow and s.ways > 1)]
     ports = [tempfile.mkdtemp() if process == 0 else ""]
     dist.broadcast_object_list(ports)
     # The workers of roundpipe share the memory of one node.
@@ -301,7 +309,7 @@ def beside_simulator(process: int, world: int, names: tuple[str, ...] = (), *, n
         units = [0.0] * (2 * world)
         for stage, n in zip(plan.pipelines[0].stages, STAGES):
             for b in stage.held:
-                units[b] = n / 2
+                units[b] = n / 2  # in two directions a device also has a stage of the other one
         samples = torch.randn(2, MICRO_BATCHES, *position, 8)
         slow = samples[0, 0].nbytes / LINK_S if narrow else 0.0
         trainer = Trainer(_sleepers(units), _squared, *samples, global_batch=MICRO_BATCHES,
@@ -327,36 +335,52 @@ def beside_simulator(process: int, world: int, names: tuple[str, ...] = (), *, n
     return {name: {"predicted": predicted[name], "measured": min(seconds)} for name, seconds in taken.items()}
 
 
-def waves_beside_simulator(process: int, world: int) -> dict[str, dict[str, float]]:
-    """The same for HetPipe, by distance: two virtual workers of two stages, cut unlike, one with waves of four and one
-    of six micro-batches; seconds per wave between fill and drain."""
+STREAMED, WAVES = 4, 14
+"""Micro-batches of an update, and updates, of asynchronous schedules."""
+
+
+def streams_beside_simulator(process: int, world: int, names: tuple[str, ...] = ()) -> dict[str, dict[str, float]]:
+    """The same for every asynchronous schedule, or those of `names`: seconds per update between fill and drain.
+
+    One pipeline of the same stages as above; of HetPipe, by distance, two virtual workers of two stages, cut unlike,
+    one with waves of four and one of six micro-batches."""
     import torch
 
     from mixfleet.job import Optimizer
     from mixfleet.plan import Pipeline, Plan, Stage, Synchronization
     from mixfleet.run.trainer import Trainer
     from mixfleet.run.worker import Rank
+    from mixfleet.schedule.named import SCHEDULES
     from mixfleet.sim import predict
 
-    units, waves = (0.0, 2.0, 2.0, 2.0), 14  # what comes first makes no gradient of its input, so it takes no time
-    cluster_of = _alone(units, [])
-    found = {}
-    for distance in (0, 1):
-        plan = Plan(schedule="hetpipe", synchronization=Synchronization(distance=distance), pipelines=tuple(
+    chain = [n / 2 for n in STAGES for _ in range(2)]
+    cut_unlike = [0.0, 2.0, 2.0, 2.0]  # what comes first makes no gradient of its input, so it takes no time
+    plans: dict[str, tuple[Any, list[float]]] = {
+        name: (Plan(schedule=name, pipelines=(Pipeline(  # type: ignore[arg-type]
+            samples=STREAMED, micro_batch=1, stages=tuple(
+                Stage(blocks=(2 * s, 2 * s + 2), devices=(s,)) for s in range(world))),)), chain)
+        for name, schedule in SCHEDULES.items() if schedule.weights and name != "hetpipe"}
+    plans |= {f"hetpipe, distance {distance}": (
+        Plan(schedule="hetpipe", synchronization=Synchronization(distance=distance), pipelines=tuple(
             Pipeline(samples=samples, micro_batch=1, stages=(Stage(blocks=(0, cut), devices=(first,)),
                                                              Stage(blocks=(cut, 4), devices=(first + 1,))))
-            for first, cut, samples in ((0, 2, 4), (2, 3, 6))))
-        trainer = Trainer(_sleepers(list(units)), _squared, torch.randn(10, 8), torch.randn(10, 8), global_batch=10,
+            for first, cut, samples in ((0, 2, 4), (2, 3, 6)))), cut_unlike) for distance in (0, 1)}
+    clusters = {tuple(units): _alone(units, []) for units in (chain, cut_unlike)}
+    found = {}
+    for name, (plan, units) in plans.items():
+        if names and name not in names:
+            continue
+        batch = plan.global_batch
+        trainer = Trainer(_sleepers(units), _squared, torch.randn(batch, 8), torch.randn(batch, 8), global_batch=batch,
                           optimizer=Optimizer(name="sgd", lr=1e-6, momentum=0.0))
-        cluster = cluster_of(trainer.job.model, units)
+        cluster = clusters[tuple(units)](trainer.job.model, units)
         rank = Rank(plan, trainer.job, cluster, trainer.source, process)
         rank.start()
-        ends = [result.end_ns for result in rank.advance(waves, lambda: False)]
+        ends = [result.end_ns for result in rank.advance(WAVES, lambda: False)]
         rank.close()
         depth = plan.depth + 1
-        measured = (ends[-depth - 1] - ends[depth]) / (waves - 2 * depth - 1) / 1e9
-        found[f"hetpipe, distance {distance}"] = {"predicted": predict(plan, trainer.job, cluster).step_s,
-                                                  "measured": measured}
+        measured = (ends[-depth - 1] - ends[depth]) / (WAVES - 2 * depth - 1) / 1e9
+        found[name] = {"predicted": predict(plan, trainer.job, cluster).step_s, "measured": measured}
     return found
 
 
@@ -435,8 +459,9 @@ def figures() -> Iterator[Figure]:
                  and found[x]["measured"] > found[y]["measured"]]
         yield Figure(f"schedules in the wrong order among those predicted 2 % apart{where.replace('and', 'with')}",
                      str(len(wrong)), "0", not wrong)
-    for name, times in run(waves_beside_simulator, [a, b, a, b]).items():
-        yield _predicted(f"predicted wave under {name}, two virtual workers of two stages on real processes", times)
+    for name, times in run(streams_beside_simulator, [a, b, a, b]).items():
+        where = "two virtual workers of two stages" if name.startswith("hetpipe") else "4 stages of 1:2:3:2"
+        yield _predicted(f"predicted update under {name}, {where} on real processes", times)
 
 
 def _predicted(what: str, times: dict[str, float]) -> Figure:
