@@ -20,7 +20,7 @@ from mixfleet.program.check import check
 from mixfleet.program.layout import Layout
 from mixfleet.program.lower import lower
 from mixfleet.program.text import from_text, to_text
-from mixfleet.run.modules import TABLES, build_blocks
+from mixfleet.run.modules import TABLES, _causal, build_blocks
 from mixfleet.run.parked import Parked, constants
 from mixfleet.run.recorder import Recorder
 from mixfleet.search.recompute import ANYWHERE, room_bytes, spared
@@ -317,3 +317,16 @@ def test_held_bytes_are_those_predicted(pool: Pool) -> None:
     moved = parked(base, 1, 2, 3, 4)
     assert peak(moved) < 6 * each[0] + 4 * max(each[1:])
     assert peak(moved, "slow copies") < 6 * each[0] + 4 * max(each[1:])
+
+
+def test_a_table_that_no_cache_has_any_more_is_forgotten():
+    """Whatever gets its address next would stay on the device."""
+    _causal.cache_clear()
+    known = TABLES.copy()
+    table = _causal(7, 0, torch.device("cpu"))
+    (storage,) = TABLES - known
+    assert storage == table.untyped_storage()._cdata
+    del table
+    assert storage in TABLES
+    _causal.cache_clear()
+    assert storage not in TABLES

@@ -12,6 +12,7 @@ dropout.
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache, partial
 from typing import Literal
@@ -380,11 +381,14 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": F.silu, "geglu"
 
 
 TABLES: set[int] = set()
-"""Storages that layers and micro-batches share: these tables."""
+"""Storages that layers and micro-batches share: these tables, while a cache below has them. Then something else may get
+their address."""
 
 
 def _table(t: Tensor) -> Tensor:
-    TABLES.add(t.untyped_storage()._cdata)
+    storage = t.untyped_storage()._cdata
+    TABLES.add(storage)
+    weakref.finalize(t, TABLES.discard, storage)
     return t
 
 
