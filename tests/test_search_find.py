@@ -628,7 +628,7 @@ def around(plan, work):
 
 
 NEIGHBOURED = {
-    "two nodes behind a slow link": (job(layers=6, batch=16, hidden=1024), cluster([FAST] * 2, [FAST] * 2, nic=1e9)),
+    "two nodes behind a slow link": (job(layers=6, batch=32, hidden=1024), cluster([FAST] * 2, [FAST] * 2, nic=1e9)),
     "four nodes of one": (job(layers=14, batch=8, hidden=1024), cluster([FAST], [FAST], [FAST], [FAST], nic=2e9)),
     "fast beside slow": (job(layers=6, batch=24), cluster([FAST] * 4, [SLOW] * 4, nic=1e9)),
 }
