@@ -23,6 +23,8 @@ from benchmarks import Figure
 
 ROUNDS, TRIES, PAIRS, MICRO_BATCHES = 5, 3, 30, 8
 RATIO_LIMIT, ERROR_LIMIT = 1.05, 0.05
+STREAMED, UPDATES = 4, 14
+"""Micro-batches of an update, and updates, of asynchronous schedules."""
 UNIT_S = 0.02
 LINK_S = 0.015
 """What a message takes on the slow link."""
@@ -335,12 +337,8 @@ def beside_simulator(process: int, world: int, names: tuple[str, ...] = (), *, n
     return {name: {"predicted": predicted[name], "measured": min(seconds)} for name, seconds in taken.items()}
 
 
-STREAMED, WAVES = 4, 14
-"""Micro-batches of an update, and updates, of asynchronous schedules."""
-
-
-def streams_beside_simulator(process: int, world: int, names: tuple[str, ...] = ()) -> dict[str, dict[str, float]]:
-    """The same for every asynchronous schedule, or those of `names`: seconds per update between fill and drain.
+def streams_beside_simulator(process: int, world: int) -> dict[str, dict[str, float]]:
+    """The same for every asynchronous schedule: seconds per update between fill and drain.
 
     One pipeline of the same stages as above; of HetPipe, by distance, two virtual workers of two stages, cut unlike,
     one with waves of four and one of six micro-batches."""
@@ -368,18 +366,16 @@ def streams_beside_simulator(process: int, world: int, names: tuple[str, ...] = 
     clusters = {tuple(units): _alone(units, []) for units in (chain, cut_unlike)}
     found = {}
     for name, (plan, units) in plans.items():
-        if names and name not in names:
-            continue
         batch = plan.global_batch
         trainer = Trainer(_sleepers(units), _squared, torch.randn(batch, 8), torch.randn(batch, 8), global_batch=batch,
                           optimizer=Optimizer(name="sgd", lr=1e-6, momentum=0.0))
         cluster = clusters[tuple(units)](trainer.job.model, units)
         rank = Rank(plan, trainer.job, cluster, trainer.source, process)
         rank.start()
-        ends = [result.end_ns for result in rank.advance(WAVES, lambda: False)]
+        ends = [result.end_ns for result in rank.advance(UPDATES, lambda: False)]
         rank.close()
         depth = plan.depth + 1
-        measured = (ends[-depth - 1] - ends[depth]) / (WAVES - 2 * depth - 1) / 1e9
+        measured = (ends[-depth - 1] - ends[depth]) / (UPDATES - 2 * depth - 1) / 1e9
         found[name] = {"predicted": predict(plan, trainer.job, cluster).step_s, "measured": measured}
     return found
 

@@ -54,9 +54,9 @@ BUDGET_S = 1100
 MICRO = 4
 """Micro-batch of the plans that split an even part of the batch."""
 FOLLOWED = 0.5
-"""Power by which computing follows the speedometer from profile to plan. It takes a median over all of a window, the
-idle parts too, and of three kinds of work: so it moves more than what a rank computes does. Two runs of six clusters
-(113 pairs) had median errors of 7.5, 6.6, 6.4, 6.5 and 7.6 % by 0, 0.25, 0.5, 0.7 and 1."""
+"""Power by which computing follows the speedometer from profile to plan: what it says moves more than what ranks
+compute does; why is not known. Two runs of six clusters (114 pairs), scaled by the mean of their ranks, had median
+errors of 7.5, 6.6, 6.4, 6.5 and 7.6 % by 0, 0.25, 0.5, 0.7 and 1."""
 INNER = Link(name="loopback", latency_s=60e-6, bandwidth_Bps=1e9)
 
 
