@@ -24,7 +24,8 @@ ROWS = 400_000
 """Drawn per group. Four times as many rows take a tenth to a fifth off the error on rows that are held out."""
 EVENLY = ("source", "gpu", "dtype", "op")
 EVEN = 4000
-"""Rows of a source, device and type up to which all count; larger ones get this much weight."""
+"""Rows of a source, device, type and operator that count in full, when rows are drawn and in the fit: those that have
+more count as this many, or the devices that were measured most would decide for all others."""
 TREES, DEPTH, RATE, BORDERS = 300, 8, 0.35, 64
 """Trees cost more time than rows: few deep ones at a high rate on many rows reach what twice as many small steps do."""
 MORE_TREES = {"gemm.16bit": 700, "gemm.fp32": 700, "attention.context": 500, "attention.decode": 700,
@@ -96,9 +97,7 @@ def samples(folder: Path, rows: int = ROWS, groups: Sequence[str] = ()) -> dict[
             if groups and name not in groups:
                 continue
             at = np.flatnonzero(group == name)
-            _, code = query.texts_of({c: columns[c][at] for c in EVENLY}, EVENLY, len(at))
-            count = np.bincount(code)
-            weight = 1 / np.maximum(count[code], EVEN)
+            weight = 1 / np.maximum(_alike({c: columns[c][at] for c in EVENLY}, EVENLY), EVEN)
             drawn = np.random.default_rng(0).choice(len(at), min(rows, len(at)), replace=False, p=weight / weight.sum())
             found[name] = Sample(kind, {k: v[at[np.sort(drawn)]] for k, v in columns.items()}, devices,
                                  times[at[np.sort(drawn)]])
@@ -106,6 +105,12 @@ def samples(folder: Path, rows: int = ROWS, groups: Sequence[str] = ()) -> dict[
         if name not in known:
             raise unknown("group of kernels", name, known, where=str(folder))
     return found
+
+
+def _alike(columns: dict[str, Any], names: Sequence[str]) -> NDArray[np.int64]:
+    """How many rows have the values of each row in these columns."""
+    _, code = query.texts_of(columns, names, len(columns[names[0]]))
+    return np.asarray(np.bincount(code)[code])
 
 
 def factors(sample: Sample) -> dict[str, Factors]:
@@ -171,7 +176,8 @@ def fit_group(sample: Sample, *, trees: int = TREES, depth: int = DEPTH, rate: f
     measured = factors(sample)
     relatives = {name: Relatives.of(sample.devices[name]) for name in measured}
     x = query.inputs(sample.kind, sample.columns, sample.devices, measured, words, emulate=True)
-    forest = grow(x.features, np.log(sample.time_s / x.bound_s), trees=trees, depth=depth, rate=rate)
+    forest = grow(x.features, np.log(sample.time_s / x.bound_s), trees=trees, depth=depth, rate=rate,
+                  weight=np.minimum(1, EVEN / _alike(sample.columns, EVENLY)))
     shape = [np.log(np.maximum(sample.columns[s].astype(float), 1)) for s in query.KINDS[sample.kind].size]
     ranges = [np.log(x.bound_s), *shape]
     keys = np.array([f"{s} {b}" for s, b in zip(sample.columns["source"], sample.columns["backend"])])
@@ -266,8 +272,7 @@ def score(left_out: str, sample: Sample, name: str, group: Group, forest: Forest
 
 def held_out(sample: Sample) -> NDArray[np.bool_]:
     """The rows that no fit sees, so that the shipped coefficients can be tested on them."""
-    _, code = query.texts_of(sample.columns, ("source", "gpu"), sample.rows)
-    part = np.where(np.bincount(code)[code] < FEW, HELD_OUT_FEW, HELD_OUT)
+    part = np.where(_alike(sample.columns, ("source", "gpu")) < FEW, HELD_OUT_FEW, HELD_OUT)
     return np.asarray(np.random.default_rng(1).random(sample.rows) < part)
 
 
@@ -322,8 +327,7 @@ def _quantiles(scores: Sequence[Score], spread: Forest, weights: Sequence[Array]
 
 def evenly(sample: Sample) -> Array:
     """Weights under which a source's rows of a device count as much as the root of their number."""
-    _, code = query.texts_of(sample.columns, ("source", "gpu"), sample.rows)
-    return np.asarray(1 / np.sqrt(np.bincount(code)[code]))
+    return np.asarray(1 / np.sqrt(_alike(sample.columns, ("source", "gpu"))))
 
 
 def fit(folder: Path, *, rows: int = ROWS, trees: int = 0, depth: int = 0, folds: int = FOLDS,
