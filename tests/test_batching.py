@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mixfleet.batching import Batcher, Bin, Curve, Micro, shaped, steps_of
+from mixfleet.batching import Batcher, Bin, Curve, Micro, Parts, steps_of
 from mixfleet.cluster import BlockTime, Cluster, Link, Node
 from mixfleet.cost.kernels import block_cost
 from mixfleet.errors import InputError
@@ -28,6 +28,7 @@ from run_pool import CLUSTER, CPU, job, pipe, plan
 TAIL = Lengths(kind="lognormal", median=48, sigma=0.8, least=4)
 FAST = CPU.replace(name="fast", flops={"fp32": 4e10, "fp64": 2e10}, vector_flops=4e10, memory_Bps=4e10)
 LINK = Link(latency_s=1e-5, bandwidth_Bps=1e9)
+CPUS = Cluster(name="sixteen", nodes=(Node(name="n", devices=(CPU,) * 16, link=LINK, nic=LINK),))
 MIXED = Cluster(name="mixed", nodes=(Node(name="n", devices=(FAST, CPU), link=LINK, nic=LINK),))
 
 
@@ -77,6 +78,10 @@ def test_a_corpus_is_cut_by_its_lengths(tmp_path: Path) -> None:
     row = [t for i in (numbers[2], numbers[0]) for t in range(starts[i], starts[i] + lengths[i])]
     assert tokens[0].tolist() == row + [0] * (12 - len(row))
     assert targets[0].tolist() == [t + 1 for t in row] + [-100] * (12 - len(row))
+    apart, _ = batches.rows(0, [[2, 0]], 16, (9, 7))  # each sample in a segment
+    second = row[lengths[numbers[2]]:]
+    assert apart[0].tolist() == [*row[:-len(second)], *[0] * (9 - len(row) + len(second)), *second, *[0] * (
+        7 - len(second))]
     tokens, targets = batches.batch(0, 1, 2)
     start, n = starts[numbers[1]], lengths[numbers[1]]
     assert targets[0].tolist() == list(range(start + 1, start + n + 1)) + [-100] * (8 - n)
@@ -150,7 +155,7 @@ def brute(batching: str, bins: list[Bin], lengths: tuple[int, ...]) -> float:
         fits = True
         for k, (r, _) in enumerate(slots):
             places = [i for i, w in enumerate(where) if w == k]
-            micro = shaped(places, lengths, bins[r].unit, batching)  # type: ignore[arg-type]
+            micro = bins[r].shaped(places, lengths, batching)  # type: ignore[arg-type]
             fits &= micro.positions <= bins[r].room
             squares = sum(n * n for n in micro.segments) or len(micro.rows) * micro.width**2
             curve = bins[r].curve
@@ -194,7 +199,7 @@ def test_never_worse_than_in_order_and_no_sample_lost(lengths: list[int], batchi
             assert m.width % unit == 0
             assert batching != "packed" or sum(m.segments) == m.width
             assert all(sum(lengths[p] for p in row) <= m.width for row in m.rows)
-    naive = [[shaped(places, lengths, b.unit, batching) for places in one]  # type: ignore[arg-type]
+    naive = [[b.shaped(places, lengths, batching) for places in one]  # type: ignore[arg-type]
              for one, b in zip(made._naive, bins)]
     assert made._makespan(found.micro) <= made._makespan(naive) * (1 + 1e-12)
     assert found.tokens == sum(lengths)
@@ -252,6 +257,119 @@ def test_measured_blocks_serve_other_lengths() -> None:
     packed = block_cost(layer, 1, 256, 1, seen, work, segments=(100, 156))
     assert packed.forward_s == pytest.approx(
         3 * block_cost(layer, 1, 256, 1, CPU, work, segments=(100, 156)).forward_s)
+
+
+# --- parts of sequences -----------------------------------------------------------------------------------------------
+
+
+def parts_pipe(shares: tuple[int, ...], tensor: int = 1, micro_batch: int = 1, samples: int = 6) -> Pipeline:
+    return Pipeline(samples=samples, micro_batch=micro_batch, context=len(shares), context_shares=shares, stages=(
+        Stage(blocks=(0, 4), devices=tuple(range(len(shares) * tensor)), tensor=tensor),))
+
+
+def test_samples_are_cut_over_parts_by_hand() -> None:
+    """Of 8 cells of two positions, shares 3:1 give 6 and 2. By Webster's method they go to parts 0 0 1 0 0 0 1 0. Of
+    samples of 6, 4 and 2 positions the first has cells 0 0 1, the second 0 0, the third 0."""
+    pipe = parts_pipe((3, 1))
+    parts = Parts.of(pipe, 16)
+    assert parts.dealt(range(11)).tolist() == [[0, 1, 2, 2, 3, 4, 5, 5, 6, 7, 8], [0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]]
+    assert parts.least == 6
+    row = Micro(((2, 0, 1),), 12, (6, 4, 2))
+    assert parts.cut(row) == [Micro(((2, 0, 1),), 10, (6, 4, 2), 12, (4, 4, 2)), Micro(
+        ((2, 0, 1),), 2, (6, 4, 2), 12, (2, 0, 0))]
+    spans = (((0, 2), (4, 6), (6, 8), (8, 10), (10, 11), (11, 12)), ((2, 3), (3, 4)))
+    assert parts.spans(row) == parts.spans(parts.cut(row)[1]) == spans
+    assert parts.spans(Micro(((0,), (1,)), 10)) == (((0, 4), (6, 10)), ((4, 5), (5, 6)))
+    assert parts.spans(Micro(((0,),), 16)) == pipe.spans(16)
+    assert Parts.of(parts_pipe((3, 1), tensor=4), 64).unit == 4  # each of four ranks has a position of a cell
+    # Two rows of 16 positions are room for 12 and 4 of each row's cells. Rows of 6 take 2 and 1: four of them.
+    assert [parts.rows(width, 32) for width in (6, 8, 10, 16)] == [4, 4, 3, 2]
+    one = Bin(CURVES[0], 1, 32, 2, parts=parts)
+    assert one.shaped([1, 0], (5, 3), "packed") == Micro(((1, 0),), 10, (4, 6))
+    assert one.shaped([0], (1,), "packed") == Micro(((0,),), 6, (2, 4))  # so that nobody has nothing
+    assert one.shaped([], (), "packed") == Micro(((),), 6, (6,))
+    assert one.shaped([1], (5, 3), "bucketed") == Micro(((1,),), 6)
+    assert one.shaped([], (), "bucketed") == Micro(((),), 6)
+
+
+@given(st.data(), st.lists(st.integers(1, 4), min_size=2, max_size=4), st.sampled_from([1, 2, 4]), st.integers(1, 3),
+       st.sampled_from(["packed", "bucketed"]))
+def test_every_part_has_its_share_and_room(data: st.DataObject, shares: list[int], tensor: int, micro_batch: int,
+                                           batching: str) -> None:
+    """Every position of a row is in one part, every part has some, no more than of full rows of `seq_len`, and as many
+    for every rank of a tensor group; and of every sample it sees keys in exact proportion to its positions."""
+    seq_len = 96
+    pipe = parts_pipe(tuple(shares), tensor, micro_batch)
+    work = long_job(6).replace(seq_len=seq_len)
+    if not all(b > a for spans in pipe.spans(seq_len) for a, b in spans):
+        return
+    made = Batcher(Plan(pipelines=(pipe,), batching=batching), work, CPUS)  # type: ignore[arg-type]
+    lengths = tuple(data.draw(st.lists(st.integers(1, seq_len), min_size=6, max_size=6)))
+    batch = made.step(lengths)
+    assert len(batch.micro) == pipe.context
+    parts = Parts.of(pipe, seq_len)
+    for copies in zip(*batch.micro, strict=True):
+        whole = copies[0].whole
+        assert {m.whole for m in copies} == {whole}
+        assert {m.rows for m in copies} == {copies[0].rows}
+        assert len(copies[0].rows) * whole <= micro_batch * seq_len
+        bounds = np.cumsum((0, *(copies[0].segments or (whole,))))
+        spans = parts.spans(copies[0])
+        assert sorted(q for part in spans for a, b in part for q in range(a, b)) == list(range(whole))
+        for k, (micro, part) in enumerate(zip(copies, spans, strict=True)):
+            assert micro.width == sum(b - a for a, b in part)
+            assert 0 < micro.positions <= micro_batch * pipe.tokens(seq_len, k)
+            assert micro.width % tensor == 0
+            for n, (start, end) in enumerate(pairwise(bounds)):
+                mine = [q - start for a, b in part for q in range(a, b) if start <= q < end]
+                assert 2 * sum(q + 1 for q in mine) == len(mine) * (end - start + 1)
+                assert not micro.segments or micro.own[n] == len(mine)
+    used = [p for m in batch.micro[0] for row in m.rows for p in row]
+    assert sorted(used) == list(range(6))
+
+
+@given(st.lists(st.integers(1, 40), min_size=2, max_size=5))
+def test_every_prefix_of_a_row_is_shared_out_evenly(cells: list[int]) -> None:
+    parts = Parts(2, tuple(cells))
+    counts = parts.dealt(range(3 * sum(cells) + 1))
+    assert (np.diff(counts) >= 0).all()
+    assert (counts.sum(0) == np.arange(3 * sum(cells) + 1)).all()
+    assert (counts[:, sum(cells)] == cells).all()
+    exact = np.outer(cells, np.arange(3 * sum(cells) + 1)) / sum(cells)
+    assert np.abs(counts - exact).max() < (1.0001 if len(cells) < 4 else 1.5)
+
+
+@pytest.mark.parametrize("batching", ["bucketed", "packed"])
+def test_parts_of_unequal_samples_are_predicted(batching: str) -> None:
+    """Folded or not; every block takes as long as on the part that takes longest; keys and values are those of rows."""
+    work = long_job()
+    shared = Plan(batching=batching, pipelines=(parts_pipe((3, 1), micro_batch=2, samples=16),))  # type: ignore[arg-type]
+    padded = shared.replace(batching="padded")
+    found, before = predict(shared, work, MIXED), predict(padded, work, MIXED)
+    assert found.step_s < 0.6 * before.step_s
+    assert found.batches is not None
+    assert found.batches.padding < 0.5 * before.batches.padding  # type: ignore[union-attr]
+    assert [d.peak_bytes for d in found.devices] == [d.peak_bytes for d in before.devices]
+    batch = Batcher(shared, work, MIXED).step(steps_of(work, 1)[0])
+    layout = Layout(shared, work.model)
+    program = lower(shared, work.model, layout)
+    one, other = (play(program, shared, work, MIXED, layout, fold=fold, batch=batch) for fold in (True, False))
+    assert one.end_ns == other.end_ns
+    for row in other.rows:
+        for action, pieces in zip(row.actions, row.parts):
+            if action.op == "F":
+                seconds = 0.0
+                for block in work.model.blocks[action.lo:action.hi]:
+                    seconds += max(block_cost(
+                        block, len(micro.rows), micro.width, 1, device, work, context=micro.whole / micro.width,
+                        segments=micro.own, wholes=micro.segments if micro.own else ()).forward_s
+                        for micro, device in zip((copy[action.mb] for copy in batch.micro), (FAST, CPU)))
+                assert pieces[0].ns == round(seconds * 1e9)
+    keys = 2 * 4 * 8 * 4  # keys and values, heads, width, bytes
+    rows = [[len(m.rows) * m.width for m in copy] for copy in batch.micro]
+    assert found.sent_bytes is not None
+    for rank in (0, 1):  # two layers; its own forward, the gradients of the other's backward
+        assert found.sent_bytes[str(rank)]["K"] == 2 * keys * (sum(rows[rank]) + sum(rows[1 - rank]))
 
 
 # --- what a prediction says -------------------------------------------------------------------------------------------
@@ -325,8 +443,6 @@ def test_what_does_not_go_is_said() -> None:
     tail, even = job(data=Data(lengths=Lengths(kind="uniform"))), job()
     assert "all samples have seq_len tokens" in reason(plan(pipe((0, 5), (0,), samples=6, micro_batch=1),
                                                             batching="packed"), even)
-    assert "context is 2" in reason(plan(pipe((0, 5), (0, 1), samples=6, micro_batch=1, context=2),
-                                         batching="packed"), tail)
     assert "schedule pipedream" in reason(plan(pipe((0, 2, 5), (0,), (1,), samples=6, micro_batch=1),
                                                schedule="pipedream", batching="bucketed"), tail)
     crossed = (pipe((0, 2, 5), (0,), (1,), samples=3, micro_batch=1),

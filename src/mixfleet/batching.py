@@ -8,20 +8,22 @@ simulator find the same one, without a message.
 micro-batch and pads them to its longest. `packed` lays them behind one another in one row, each attending to itself
 only. The latter two give replicas samples by what they cost there: an attention that grows with the square of the
 length, and all else, that grows with it. No micro-batch has more positions than `micro_batch` samples of `seq_len`, so
-that no step takes more memory than predicted. See `docs/data.md`.
+that no step takes more memory than predicted. Under context parallelism every sample is cut over the parts, so that
+each has its share of the work of each (`Parts`). See `docs/data.md`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise, zip_longest
+from functools import lru_cache
+from itertools import accumulate, pairwise, zip_longest
 from math import inf, lcm
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from mixfleet.cluster import Cluster
+from mixfleet.cluster import Cluster, Device
 from mixfleet.cost.clock import held_cost
 from mixfleet.job import Job
 from mixfleet.plan import Batching, Pipeline, Plan
@@ -37,13 +39,19 @@ STEPS = 8
 
 
 class Micro(NamedTuple):
-    """A micro-batch: rows of samples, all padded to `width` positions."""
+    """A micro-batch: rows of samples, all padded to `width` positions; or the part of it that one copy of the weights
+    computes under context parallelism."""
 
     rows: tuple[tuple[int, ...], ...]
     """The samples in each row, by their places in the step's global batch."""
     width: int
+    """Positions of each row that are here."""
     segments: tuple[int, ...] = ()
-    """Packed: lengths of the parts of its one row that attend to themselves only, padding included."""
+    """Packed: lengths of the pieces of its one row that attend to themselves only, padding included."""
+    whole: int = 0
+    """Of a part: positions of each row in all parts."""
+    own: tuple[int, ...] = ()
+    """Of a part of a packed row: positions of each segment that are here."""
 
     @property
     def positions(self) -> int:
@@ -54,9 +62,9 @@ class Batch(NamedTuple):
     """How the samples of one step lie on the replicas."""
 
     micro: tuple[tuple[Micro, ...], ...]
-    """Micro-batches by replica."""
+    """Micro-batches by copy of the weights (`Plan.replicas`)."""
     seconds: tuple[float, ...]
-    """What each replica computes, by the cost model."""
+    """What each replica computes, by the cost model; one that shares its sequences counts once."""
     tokens: int
     """Real ones."""
 
@@ -86,6 +94,75 @@ class Curve(NamedTuple):
         return self.of(micro.positions, squares)
 
 
+class Parts:
+    """How rows are cut over the parts of sequences under context parallelism.
+
+    A row consists of cells: half of a cell are neighbours in the first half of a sample, the rest is their mirror image
+    in the second. Cells go to the parts one by one, each to that which lags most behind its share (Webster's method),
+    so that every prefix of a row is shared out as evenly as can be, whatever its samples; of `seq_len` positions a part
+    gets what it has of a padded row. Within a sample, a part's cells are neighbours, as in `Pipeline.spans`.
+    """
+
+    def __init__(self, unit: int, cells: tuple[int, ...]) -> None:
+        """Cells of `unit` positions; each part has so many `cells` of a row of `seq_len`, at least one."""
+        self.unit, self._cells, self._round = unit, cells, sum(cells)
+        turns = np.concatenate([(2 * np.arange(n) + 1) / n for n in cells])
+        part = np.repeat(np.arange(len(cells)), cells)
+        dealt = part[np.lexsort((part, turns))]
+        self._turns = [np.flatnonzero(dealt == p) for p in range(len(cells))]
+        self.least = (1 + max(int(turns[0]) for turns in self._turns)) * unit
+        """Positions of the shortest row of which every part has some."""
+        self._rows: dict[int, int] = {}
+
+    @staticmethod
+    def of(pipeline: Pipeline, seq_len: int) -> Parts:
+        """Those of a pipeline with `context` above 1."""
+        unit = 2 * pipeline.context_unit
+        return _parts(unit, tuple(pipeline.tokens(seq_len, p) // unit for p in range(pipeline.context)))
+
+    def dealt(self, cells: Sequence[int]) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+        """How many of the first `cells` cells of a row each part has: [parts, len(cells)]."""
+        rounds, rest = np.divmod(np.array(cells, np.int64), self._round)
+        return np.stack([n * rounds + np.searchsorted(turns, rest) for n, turns in zip(self._cells, self._turns)])
+
+    def _edges(self, micro: Micro) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+        """Cells that each part has before each segment of a row, and of all: [parts, segments + 1]."""
+        return self.dealt([n // self.unit for n in accumulate(micro.segments or (micro.width,), initial=0)])
+
+    def cut(self, micro: Micro) -> list[Micro]:
+        """What each part has of a micro-batch."""
+        own = [tuple(one) for one in (np.diff(self._edges(micro)) * self.unit).tolist()]
+        return [Micro(micro.rows, sum(n), micro.segments, micro.width, n if micro.segments else ()) for n in own]
+
+    def spans(self, micro: Micro) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """The positions of each part in a whole row, as [lo, hi), segment by segment; `micro` may be a part."""
+        whole = micro._replace(width=micro.whole or micro.width)
+        half = self.unit // 2
+        found: list[list[tuple[int, int]]] = [[] for _ in self._cells]
+        starts = accumulate(whole.segments or (whole.width,), initial=0)
+        for (start, end), counts in zip(pairwise(starts), np.diff(self._edges(whole)).T.tolist()):
+            at = 0
+            for part, n in zip(found, counts):
+                if n:
+                    a, b = at * half, (at + n) * half
+                    part += [(start + a, start + b), (end - b, end - a)]
+                at += n
+        return tuple(map(tuple, found))
+
+    def rows(self, width: int, room: int) -> int:
+        """Rows of `width` of which no part has more positions than of `room` positions in rows of `seq_len`."""
+        if width not in self._rows:
+            here = self.dealt([width // self.unit])[:, 0].tolist()
+            times = room // (self._round * self.unit)
+            self._rows[width] = min(times * n // h for n, h in zip(self._cells, here))
+        return self._rows[width]
+
+
+@lru_cache(maxsize=64)
+def _parts(unit: int, cells: tuple[int, ...]) -> Parts:
+    return Parts(unit, cells)
+
+
 class Bin(NamedTuple):
     """What one replica is to the arrangement."""
 
@@ -97,6 +174,29 @@ class Bin(NamedTuple):
     unit: int
     """Rows are multiples of so many positions."""
     stages: int = 1
+    parts: Parts | None = None
+    """Of sequences, if the replica shares them. Every sample of a packed row is padded to `unit` then."""
+
+    def taken(self, length: int) -> int:
+        """Positions that a sample takes in a packed row."""
+        return up(length, self.unit) if self.parts else length
+
+    def width(self, length: int) -> int:
+        """Of rows whose longest sample has so many tokens."""
+        return max(up(length, self.unit), self.parts.least if self.parts else 0)
+
+    def rows(self, width: int) -> int:
+        """Most rows of that width."""
+        return self.parts.rows(width, self.room) if self.parts else self.room // width
+
+    def shaped(self, places: Sequence[int], lengths: Sequence[int], batching: Batching) -> Micro:
+        """A micro-batch of these samples."""
+        if batching == "bucketed":
+            return Micro(tuple((p,) for p in places) or ((),), self.width(max((lengths[p] for p in places), default=0)))
+        segments = tuple(self.taken(lengths[p]) for p in places)
+        width = self.width(sum(segments))
+        padding = width - sum(segments)
+        return Micro((tuple(places),), width, (*segments, padding) if padding else segments)
 
 
 class BatchUse(Spec, frozen=True, kw_only=True):
@@ -126,19 +226,22 @@ class Batcher:
         self._in_step = plan.expert > 1 or (plan.sharding.gradients > 1 and plan.accumulation == "plain")
         known: dict[object, Curve] = {}
         self.bins: list[Bin] = []
+        """By replica; the parts of one that shares its sequences are one."""
         self._naive: list[list[tuple[int, ...]]] = []
         at = 0
         for pipeline in plan.pipelines:
             for r in range(pipeline.replicas):
-                devices = tuple(tuple(cluster.devices[d] for d in s.ranks(r * pipeline.context))
-                                for s in pipeline.stages)
-                key = (pipeline.stages[0].blocks, pipeline.micro_batch, devices,
+                devices = tuple(tuple(tuple(cluster.devices[d] for d in s.ranks(r * pipeline.context + part))
+                                      for part in range(pipeline.context)) for s in pipeline.stages)
+                key = (pipeline.stages[0].blocks, pipeline.micro_batch, devices, pipeline.context_shares,
                        tuple((s.chunks, s.tensor, s.recompute) for s in pipeline.stages))
                 if key not in known:
                     known[key] = _curve(pipeline, devices, job)
                 sizes = pipeline.micro_batches
+                parts = Parts.of(pipeline, job.seq_len) if pipeline.context > 1 else None
                 self.bins.append(Bin(known[key], len(sizes), pipeline.micro_batch * job.seq_len,
-                                     lcm(*(s.tensor for s in pipeline.stages)), len(pipeline.stages)))
+                                     parts.unit if parts else lcm(*(s.tensor for s in pipeline.stages)),
+                                     len(pipeline.stages), parts))
                 self._naive.append([])
                 for size in sizes:
                     self._naive[-1].append(tuple(range(at, at + size)))
@@ -149,7 +252,7 @@ class Batcher:
         if self.batching == "padded":
             return self._made([[Micro(tuple((p,) for p in places), self._seq_len) for places in one]
                                for one in self._naive], lengths)
-        naive = [[shaped(places, lengths, b.unit, self.batching) for places in one]
+        naive = [[b.shaped(places, lengths, self.batching) for places in one]
                  for one, b in zip(self._naive, self.bins)]
         found = self._exact(lengths) if len(lengths) <= EXACT_SAMPLES and not self._in_step else \
             self._improved(lengths)
@@ -160,7 +263,10 @@ class Batcher:
 
     def _made(self, micro: Sequence[Sequence[Micro]], lengths: Sequence[int]) -> Batch:
         seconds = tuple(_seconds(one, b) for one, b in zip(micro, self.bins))
-        return Batch(tuple(map(tuple, micro)), seconds, sum(lengths))
+        copies: list[tuple[Micro, ...]] = []
+        for one, b in zip(micro, self.bins):
+            copies += zip(*map(b.parts.cut, one)) if b.parts else [tuple(one)]
+        return Batch(tuple(copies), seconds, sum(lengths))
 
     def _makespan(self, micro: Sequence[Sequence[Micro]]) -> float:
         """Seconds until the slowest replica is done."""
@@ -242,13 +348,13 @@ class Batcher:
         given: list[list[int]] = [[] for _ in self.bins]
         for place in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
             length = lengths[place]
-            open_ = [k for k in range(len(self.bins)) if room[k] >= length]
+            open_ = [k for k, b in enumerate(self.bins) if room[k] >= b.taken(length)]
             if not open_:
                 return None
             k = min(open_, key=lambda k: (loads[k] + self._weight(self.bins[k], length), k))
             given[k].append(place)
             loads[k] += self._weight(self.bins[k], length)
-            room[k] -= length
+            room[k] -= self.bins[k].taken(length)
         return given
 
     def _in_blocks(self, lengths: Sequence[int], order: Sequence[int]) -> list[list[int]]:
@@ -326,15 +432,6 @@ def up(length: int, unit: int) -> int:
     return max(1, -(-length // unit)) * unit
 
 
-def shaped(places: Sequence[int], lengths: Sequence[int], unit: int, batching: Batching) -> Micro:
-    """A micro-batch of these samples."""
-    if batching == "bucketed":
-        return Micro(tuple((p,) for p in places) or ((),), up(max((lengths[p] for p in places), default=0), unit))
-    total = sum(lengths[p] for p in places)
-    width = up(total, unit)
-    return Micro((tuple(places),), width, (*(lengths[p] for p in places), *((width - total,) if width > total else ())))
-
-
 def packed(places: Sequence[int], lengths: Sequence[int], b: Bin) -> list[Micro] | None:
     """Micro-batches of about equal cost: the longest sample first, each to the one with least that has room. Where that
     leaves one over, all ways are tried for few samples."""
@@ -342,7 +439,7 @@ def packed(places: Sequence[int], lengths: Sequence[int], b: Bin) -> list[Micro]
     bins: list[list[int]] = [[] for _ in range(b.micro_batches)]
     costs, filled = [0.0] * b.micro_batches, [0] * b.micro_batches
     for place in order:
-        length = lengths[place]
+        length = b.taken(lengths[place])
         open_ = [m for m in range(b.micro_batches) if filled[m] + length <= b.room]
         if not open_:
             fitted = _fitted(order, lengths, b) if len(order) <= EXACT_SAMPLES else None
@@ -354,7 +451,7 @@ def packed(places: Sequence[int], lengths: Sequence[int], b: Bin) -> list[Micro]
         bins[m].append(place)
         filled[m] += length
         costs[m] += b.curve.position_s * length + b.curve.square_s * length**2
-    return [shaped(sorted(one), lengths, b.unit, "packed") for one in bins]
+    return [b.shaped(sorted(one), lengths, "packed") for one in bins]
 
 
 def _fitted(order: Sequence[int], lengths: Sequence[int], b: Bin) -> list[list[int]] | None:
@@ -366,15 +463,17 @@ def _fitted(order: Sequence[int], lengths: Sequence[int], b: Bin) -> list[list[i
         if n == len(order):
             return True
         seen = set()
+        length = b.taken(lengths[order[n]])
         for m in range(b.micro_batches):
-            if filled[m] in seen or filled[m] + lengths[order[n]] > b.room:
+            if filled[m] in seen or filled[m] + length > b.room:
                 continue
             seen.add(filled[m])
             bins[m].append(order[n])
-            filled[m] += lengths[order[n]]
+            filled[m] += length
             if place(n + 1):
                 return True
-            filled[m] -= lengths[bins[m].pop()]
+            bins[m].pop()
+            filled[m] -= length
         return False
 
     return bins if place(0) else None
@@ -388,17 +487,17 @@ def bucketed(places: Sequence[int], lengths: Sequence[int], b: Bin) -> list[Micr
     costs = np.full((n + 1, n + 1), np.inf)
     counts = np.arange(1, n + 1)
     for i, place in enumerate(order):
-        width = up(lengths[place], b.unit)
+        width = b.width(lengths[place])
         rows = counts[:n - i]
-        costs[i, i + 1:] = np.where(rows * width <= b.room, rows * (b.curve.of(width, width**2) - b.curve.fixed_s),
+        costs[i, i + 1:] = np.where(rows <= b.rows(width), rows * (b.curve.of(width, width**2) - b.curve.fixed_s),
                                     np.inf)
-    np.fill_diagonal(costs, b.curve.of(b.unit, b.unit**2) - b.curve.fixed_s)  # one that has no sample
+    np.fill_diagonal(costs, b.curve.of(b.width(0), b.width(0)**2) - b.curve.fixed_s)  # one that has no sample
     found = []
     for combine in (np.add, np.maximum)[:1 if b.stages == 1 else 2]:
         cuts = _cuts(costs, b.micro_batches, combine)
         if cuts:
             groups = [order[lo:hi] for lo, hi in pairwise(cuts)]
-            found.append([shaped(sorted(one), lengths, b.unit, "bucketed") for one in groups])
+            found.append([b.shaped(sorted(one), lengths, "bucketed") for one in groups])
     return min(found, key=lambda made: _seconds(made, b)) if found else None
 
 
@@ -420,17 +519,20 @@ def _cuts(costs: np.ndarray[tuple[int, ...], np.dtype[np.float64]], count: int,
     return [0, *reversed(cuts)]
 
 
-def _curve(pipeline: Pipeline, devices: Sequence[Sequence[object]], job: Job) -> Curve:
-    """The stage that takes longest, as it is on its slowest device, from three shapes: the same positions in longer
-    rows tell what grows with the square, fewer positions what grows with the length."""
+def _curve(pipeline: Pipeline, devices: Sequence[Sequence[Sequence[Device]]], job: Job) -> Curve:
+    """The stage that takes longest, as it is on the slowest of its `devices` (by stage and part of a sequence), from
+    three shapes: the same positions in longer rows tell what grows with the square, fewer positions what grows with the
+    length."""
     size, length = pipeline.micro_batch, max(2, job.seq_len - job.seq_len % 2)
     found = []
-    for stage, kinds in zip(pipeline.stages, devices):
+    for stage, parts in zip(pipeline.stages, devices):
         modes = stage.modes
-        for device in dict.fromkeys(kinds):
-            def seconds(rows: int, width: int, stage=stage, device=device, modes=modes) -> float:  # type: ignore[no-untyped-def]
-                return sum(sum(held_cost(job.model.blocks[i], rows, width, stage.tensor, device, job, modes[i])[:3])
-                           for i in stage.held)
+        for device, here in dict.fromkeys((device, pipeline.tokens(job.seq_len, part))
+                                          for part, kinds in enumerate(parts) for device in kinds):
+            def seconds(rows: int, width: int, stage=stage, device=device, here=here, modes=modes) -> float:  # type: ignore[no-untyped-def]
+                own = max(1, round(width * here / job.seq_len))
+                return sum(sum(held_cost(job.model.blocks[i], rows, own, stage.tensor, device, job, modes[i],
+                                         width / own)[:3]) for i in stage.held)
             whole, short, half = (seconds(size, length), seconds(2 * size, length // 2), seconds(size, length // 2))
             positions = size * length
             square = max(0.0, 2 * (whole - short) / (positions * length))

@@ -76,9 +76,6 @@ def _wrong_batching(plan: Plan, job: Job) -> Iterator[str]:
     if job.data.lengths is None:
         yield f"{what}, but all samples have seq_len tokens: the job states no data.lengths. Take `batching: padded`"
     for p, pipeline in enumerate(plan.pipelines):
-        if pipeline.context > 1:
-            yield (f"{what}, but pipelines[{p}].context is {pipeline.context}: parts of a sequence are cut for rows of "
-                   "seq_len. Take context 1, or `batching: padded`")
         if pipeline.replicated:
             yield (f"{what}, but a stage of pipelines[{p}] has replicas of its own, which share samples of one length. "
                    "Take `replicas` of the whole pipeline, or `batching: padded`")

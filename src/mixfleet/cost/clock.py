@@ -32,7 +32,7 @@ def _held_clock(device: Device, precision: str, throttle: float) -> float:
 
 def held_cost(block: Block, micro_batch: int, seq_len: int, tensor: int, device: Device, job: Job,
               recompute: Recompute = "none", context: float = 1, experts: ExpertShare | None = None,
-              segments: tuple[int, ...] = ()) -> BlockCost:
+              segments: tuple[int, ...] = (), wholes: tuple[int, ...] = ()) -> BlockCost:
     """`block_cost` at the clock that the device holds."""
     return block_cost(block, micro_batch, seq_len, tensor, device, job, recompute, context,
-                      held_clock(device, job.precision), experts, segments)
+                      held_clock(device, job.precision), experts, segments, wholes)

@@ -286,31 +286,35 @@ def _attention_s(batch: float, q: float, kv: float, heads: float, kv_heads: floa
 
 def block_cost(block: Block, micro_batch: int, seq_len: int, tensor: int, device: Device, job: Job,
                recompute: Recompute = "none", context: float = 1, clock: float = 1,
-               experts: ExpertShare | None = None, segments: tuple[int, ...] = ()) -> BlockCost:
+               experts: ExpertShare | None = None, segments: tuple[int, ...] = (),
+               wholes: tuple[int, ...] = ()) -> BlockCost:
     """Seconds of a block of `job.model` for one micro-batch on one rank of a tensor-parallel group.
 
     The rank has `seq_len` positions of a sequence that is `context` times longer, and `experts` says what it has of
     experts that several replicas share. With `segments` the micro-batch is one row in parts of these lengths, each with
-    an attention of its own. Recompute repeats the whole forward if full, the attention cores if selective. Tensor units
-    run at `clock` times their rate; memory has a clock of its own. Remembered per job, block kind, device and shape.
+    an attention of its own; those of parts of sequences are parts of `wholes`. Recompute repeats the whole forward if
+    full, the attention cores if selective. Tensor units run at `clock` times their rate; memory has a clock of its own.
+    Remembered per job, block kind, device and shape.
     """
     memory: dict[tuple[object, ...], BlockCost] = job.__dict__.setdefault("_block_costs", {})
-    key = (block.kind, micro_batch, seq_len, tensor, device, recompute, context, clock, experts, segments)
+    key = (block.kind, micro_batch, seq_len, tensor, device, recompute, context, clock, experts, segments, wholes)
     if key not in memory:
         memory[key] = _block_cost(block, micro_batch, seq_len, tensor, device, job, recompute, context, clock, experts,
-                                  segments)
+                                  segments, wholes)
     return memory[key]
 
 
 def _block_cost(block: Block, micro_batch: int, seq_len: int, tensor: int, device: Device, job: Job,
                 recompute: Recompute, context: float, clock: float, experts: ExpertShare | None,
-                segments: tuple[int, ...]) -> BlockCost:
+                segments: tuple[int, ...], wholes: tuple[int, ...]) -> BlockCost:
     forward = backward = core = weights = host = back_host = 0.0
     fused = fused_attention(device, job)
-    apart, whole = [(1, n) for n in segments], [(micro_batch, seq_len)]
-    for op, narrow, (rows, length) in [(o, narrow, rows) for o, narrow in operators(block, job)
+    apart = [(1, n, whole / n) for n, whole in zip(segments, wholes) if n] if wholes else [
+        (1, n, context) for n in segments]
+    whole = [(micro_batch, seq_len, context)]
+    for op, narrow, (rows, length, times) in [(o, narrow, rows) for o, narrow in operators(block, job)
                                        for rows in (apart if apart and o.kind == "attention" else whole)]:
-        shape, part = (rows, length, float(tensor)), context
+        shape, part = (rows, length, float(tensor)), times
         if experts and op.routed:
             if experts.parts == inf:
                 continue

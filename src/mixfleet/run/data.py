@@ -61,19 +61,20 @@ class Batches:
         assert self.sizes is not None
         return tuple(self.sizes.of(self.samples(step, 0, self.global_batch)).tolist())
 
-    def rows(self, step: int, rows: Sequence[Sequence[int]], width: int) -> tuple[Tensor, Tensor]:
+    def rows(self, step: int, rows: Sequence[Sequence[int]], width: int, segments: Sequence[int] = ()
+             ) -> tuple[Tensor, Tensor]:
         """Tokens and targets, int64 [rows, width]: in each row the samples at these places of the step, one behind
-        another, then padding."""
+        another, then padding; each padded to the length of its segment, where these are given."""
         assert self.sizes is not None
         numbers = self.samples(step, 0, self.global_batch)
         tokens, targets = (np.full((len(rows), width), fill, np.int64) for fill in (0, MASKED))
         for r, places in enumerate(rows):
             chosen = numbers[list(places)]
-            at = 0
-            for length, found in zip(self.sizes.of(chosen).tolist(), self.corpus.read(chosen)):
+            at, lengths = 0, self.sizes.of(chosen).tolist()
+            for length, room, found in zip(lengths, segments or lengths, self.corpus.read(chosen)):
                 end = min(length, int((found >= 0).sum()) - 1)
                 tokens[r, at:at + end], targets[r, at:at + end] = found[:end], found[1:end + 1]
-                at += length
+                at += room
         return torch.from_numpy(tokens), torch.from_numpy(targets)
 
 

@@ -66,6 +66,7 @@ from mixfleet.run.linear import Later, Linears, PutOff, adopt
 from mixfleet.run.modules import TABLES
 from mixfleet.run.parked import Parked, Storages, constants
 from mixfleet.run.state import DTYPES, Paged, Unit, bind
+from mixfleet.run.tensor import ContextGroup
 
 
 class MicroBatch(NamedTuple):
@@ -79,7 +80,9 @@ class MicroBatch(NamedTuple):
     width: int = 0
     """Positions of every row; 0: the micro-batch is what the plan says, of rows of `seq_len`."""
     segments: tuple[int, ...] = ()
-    """Of a row of several samples: the lengths of its parts, each of which attends to itself only."""
+    """Of a row of several samples: the lengths of its pieces, each of which attends to itself only."""
+    shared: ContextGroup | None = None
+    """Who has which positions of its rows, where these are cut in other ways than rows of `seq_len`."""
 
 
 _PLAIN = MicroBatch(None, None)
@@ -470,9 +473,12 @@ class Interpreter:
             return value.wait()
 
     def _run(self, block: int, x: Tensor, mb: int) -> Tensor:
-        module, (_, targets, *_, segments) = self.modules[block], self._batches[mb]
-        if segments:
-            module.segments = segments  # type: ignore[assignment]
+        module, micro = self.modules[block], self._batches[mb]
+        targets = micro.targets
+        if micro.segments:
+            module.segments = micro.segments  # type: ignore[assignment]
+        if micro.shared:
+            module.context = micro.shared  # type: ignore[assignment]
         if (block, mb) in self._halved and torch.is_grad_enabled():
             others = nullcontext() if hasattr(module, "calls_linear") else Linears()
             with PutOff(self._later.setdefault((block, mb), ([], []))[0]), others:

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import hashlib
 import weakref
+from bisect import bisect
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache, partial
+from itertools import accumulate
 from typing import Literal
 
 import msgspec
@@ -32,6 +34,7 @@ from mixfleet.plan import Recompute
 from mixfleet.run.linear import linear
 from mixfleet.run.tensor import (
     ALONE,
+    ContextGroup,
     TensorGroup,
     cross_entropy,
     gather_keys,
@@ -218,10 +221,10 @@ class Embedding(_Block):
             x = scatter_sequence(x, self.group)
         if self.config.position == "learned":
             table = params["positions.weight"][self.config.position_offset:]
-            if self.context:
-                table = self.context.own(table, 0)
             if self.segments:
                 table = self.counted(table)
+            if self.context:
+                table = self.context.own(table, 0)
             x = x + table[self.group.slice_of(sequence)]
         return x
 
@@ -250,15 +253,15 @@ class Layer(_Block):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if self.config.position == "rotary":
             rotated = int(head * self.config.rotary_fraction)
-            whole = sum(self.context.lengths) if self.context else max(self.segments, default=x.shape[1])
+            whole = max(self.segments) if self.segments else sum(self.context.lengths) if self.context else x.shape[1]
             angles = _rotation(whole, rotated, self.config.rope_theta, x.dtype, x.device)
-            if self.context:
-                angles = self.context.own(angles[0], 0), self.context.own(angles[1], 0)
             if self.segments:
                 angles = self.counted(angles[0]), self.counted(angles[1])
+            if self.context:
+                angles = self.context.own(angles[0], 0), self.context.own(angles[1], 0)
             q, k = _rotate(q, *angles), _rotate(k, *angles)
-        core = self.shared_core if self.context else partial(self.packed_core, self.segments) if self.segments else \
-            self.core
+        core = partial(self.shared_core, self.context, self.segments) if self.context else \
+            partial(self.packed_core, self.segments) if self.segments else self.core
         mixed: Tensor | tuple[Tensor, ...]
         if self.selective:
             mixed = checkpoint(core, q, k, v, use_reentrant=False, preserve_rng_state=False)
@@ -278,22 +281,44 @@ class Layer(_Block):
                                                   enable_gqa=q.shape[1] != k.shape[1])
         return self._eager(q, k, v, _causal(sequence, window if masked else 0, q.device))
 
-    def shared_core(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        """The same where queries, keys and values are those of this rank's part of the sequence.
+    def shared_core(self, context: ContextGroup, segments: tuple[int, ...], q: Tensor, k: Tensor, v: Tensor
+                    ) -> tuple[Tensor, ...]:
+        """The same where queries, keys and values are those of this rank's part of the sequence, or of each segment.
 
-        Queries of one span see all keys up to its end, so each span is a causal attention of its own.
+        Queries of one span see all keys of its segment up to its end, so each span is a causal attention of its own.
         """
-        assert self.context is not None
-        k, v = gather_keys(k, v, self.context)
+        k, v = gather_keys(k, v, context)
         sequence, window = k.shape[2], self.config.window
         window = window if window < sequence else 0
+        if not self.fused and not segments:
+            return (self._eager(q, k, v, context.own(_causal(sequence, window, q.device), 0)),)
+        starts, masks, parts = list(accumulate(segments, initial=0)), _masks(context) if segments else None, []
+        for part, (lo, hi) in zip(torch.split(q, [hi - lo for lo, hi in context.mine], 2), context.mine):
+            start = starts[bisect(starts, lo) - 1]
+            keys, values = k[:, :, start:hi], v[:, :, start:hi]
+            parts.append(self._span(part, keys, values, window, masks))
+        return (torch.cat(parts, 2),) if segments else tuple(parts)
+
+    def _span(self, q: Tensor, k: Tensor, v: Tensor, window: int, masks: dict[object, Tensor] | None) -> Tensor:
+        """Causal attention of the last queries of so many keys. Masks are remembered in `masks`, if it is there."""
+        hi = k.shape[2]
+        lo = hi - q.shape[2]
+        window = window if window < hi else 0
+        kind, device = (q.dtype if self.fused else torch.bool), q.device
+
+        def mask() -> Tensor:
+            if masks is None:
+                return _bias(lo, hi, window, kind, device)
+            key = (lo, hi, window, kind)
+            if key not in masks:
+                masks[key] = _made_bias(lo, hi, window, kind, device)
+            return masks[key]
+
         if not self.fused:
-            return (self._eager(q, k, v, self.context.own(_causal(sequence, window, q.device), 0)),)
-        parts = torch.split(q, [hi - lo for lo, hi in self.context.mine], 2)
-        return tuple(F.scaled_dot_product_attention(
-            part, k[:, :, :hi], v[:, :, :hi], enable_gqa=q.shape[1] != k.shape[1],
-            attn_mask=causal_lower_right(hi - lo, hi) if q.is_cuda and not window else  # which a kernel knows
-            _bias(lo, hi, window, q.dtype, q.device)) for part, (lo, hi) in zip(parts, self.context.mine))
+            return self._eager(q, k, v, mask())
+        return F.scaled_dot_product_attention(
+            q, k, v, enable_gqa=q.shape[1] != k.shape[1],
+            attn_mask=causal_lower_right(hi - lo, hi) if q.is_cuda and not window else mask())  # which a kernel knows
 
     def packed_core(self, segments: tuple[int, ...], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The same where one row holds several samples: a causal attention for each, so that none sees another."""
@@ -416,8 +441,23 @@ def _causal(sequence: int, window: int, device: torch.device) -> Tensor:
     return _table((distance >= 0) & (distance < window) if window else distance >= 0)
 
 
-@lru_cache(maxsize=8)
-def _bias(lo: int, hi: int, window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The same for queries [lo, hi) and all keys before `hi`, as what to add to scores; one for all layers."""
-    visible = _causal(hi, window, device)[lo:]
-    return _table(torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(~visible, float("-inf")))
+def _made_bias(lo: int, hi: int, window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The same for queries [lo, hi) and all keys before `hi`, as what to add to scores, or as truth values."""
+    distance = torch.arange(lo, hi, device=device).unsqueeze(1) - torch.arange(hi, device=device)
+    hidden = distance < 0
+    if window:
+        hidden |= distance >= window
+    if dtype == torch.bool:
+        return _table(~hidden)
+    return _table(torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf")))
+
+
+_bias = lru_cache(maxsize=8)(_made_bias)
+"""One for all layers."""
+
+
+@lru_cache(maxsize=1)
+def _masks(context: ContextGroup) -> dict[object, Tensor]:
+    """The masks of a micro-batch whose spans are too many for the cache above. Layers of one stage follow each other,
+    so one micro-batch at a time suffices."""
+    return {}

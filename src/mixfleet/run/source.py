@@ -48,8 +48,10 @@ class Source(Protocol):
     def lengths(self, step: int) -> tuple[int, ...]:
         """Tokens of every sample of a step, by its place; none if all are equally long."""
 
-    def rows(self, step: int, rows: Sequence[Sequence[int]], width: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets [rows, width]: in each row the samples at these places of the step, then padding."""
+    def rows(self, step: int, rows: Sequence[Sequence[int]], width: int, segments: Sequence[int] = ()
+             ) -> tuple[Tensor, Tensor]:
+        """Inputs and targets [rows, width]: in each row the samples at these places of the step, each padded to its
+        segment if these are given, then padding."""
 
 
 class DecoderSource:
@@ -83,8 +85,9 @@ class DecoderSource:
     def lengths(self, step: int) -> tuple[int, ...]:
         return self._batches.lengths(step) if self.job.data.lengths else ()
 
-    def rows(self, step: int, rows: Sequence[Sequence[int]], width: int) -> tuple[Tensor, Tensor]:
-        return self._batches.rows(step, rows, width)
+    def rows(self, step: int, rows: Sequence[Sequence[int]], width: int, segments: Sequence[int] = ()
+             ) -> tuple[Tensor, Tensor]:
+        return self._batches.rows(step, rows, width, segments)
 
 
 class _Numbered:
@@ -145,5 +148,6 @@ class ModulesSource:
     def lengths(self, step: int) -> tuple[int, ...]:
         return ()
 
-    def rows(self, step: int, rows: Sequence[Sequence[int]], width: int) -> tuple[Tensor, Tensor]:
+    def rows(self, step: int, rows: Sequence[Sequence[int]], width: int, segments: Sequence[int] = ()
+             ) -> tuple[Tensor, Tensor]:
         raise AssertionError("the samples of modules are all of one shape")

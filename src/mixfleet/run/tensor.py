@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -149,17 +150,26 @@ class ExpertGroup(TensorGroup):
 class ContextGroup(TensorGroup):
     """The ranks that hold parts of one sequence, at equal index of their tensor groups.
 
-    `spans` are the positions of every part (`Pipeline.spans`). Queries stay; keys and values go to everyone, so each
-    rank sends its own (parts - 1) times forward, and the gradients of all others' backward: as much as if they went
-    round a ring (Liu et al., 2023), in one turn.
+    `spans` are the positions of every part (`Pipeline.spans`, or `Parts.spans` of a micro-batch of its own lengths).
+    Queries stay; keys and values go to everyone, so each rank sends its own (parts - 1) times forward, and the
+    gradients of all others' backward: as much as if they went round a ring (Liu et al., 2023), in one turn.
     """
 
     def __init__(self, spans: Sequence[Sequence[tuple[int, int]]], process_group: dist.ProcessGroup | None = None, *,
                  rank: int = 0, on_comm: OnComm | None = None) -> None:
         super().__init__(process_group, rank=rank, size=len(spans), on_comm=on_comm)
+        self._cut(spans)
+
+    def _cut(self, spans: Sequence[Sequence[tuple[int, int]]]) -> None:
         self.spans = [list(part) for part in spans]
         self.mine = self.spans[self.rank]
         self.lengths = [sum(hi - lo for lo, hi in part) for part in self.spans]
+
+    def at(self, spans: Sequence[Sequence[tuple[int, int]]]) -> ContextGroup:
+        """The same ranks with other positions."""
+        view = copy(self)
+        view._cut(spans)
+        return view
 
     def own(self, whole: Tensor, dim: int) -> Tensor:
         """This rank's positions of a whole sequence."""

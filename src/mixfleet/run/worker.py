@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mixfleet.batching import Batch, Batcher
+from mixfleet.batching import Batch, Batcher, Parts
 from mixfleet.cluster import Cluster
 from mixfleet.cost.kernels import fused_attention
 from mixfleet.errors import InputError, RunError
@@ -92,6 +92,7 @@ class Rank:
             tensor.experts = self._expert_group(*groups.expert[self.rank])
         modules = [source.modules(stage, tensor, self.device, fused=fused_attention(spec, job)) for stage in stages]
         self._context = tensor.context
+        self._parts = Parts.of(pipeline, job.seq_len) if pipeline.context > 1 else None
         role = self.program.role(first.pipeline, first.stage)
         given = role, job, self.layout, self.fabric
         self.interpreter: Interpreter | Crew = (
@@ -243,11 +244,14 @@ class Rank:
         found = []
         for micro in batch.micro[self.places[0].replica]:
             inputs = targets = None
+            shared = self._context.at(self._parts.spans(micro)) if self._context and self._parts else None
             if seat.is_first or seat.is_last:
-                inputs, targets = self.source.rows(step, micro.rows, micro.width)
+                inputs, targets = self.source.rows(step, micro.rows, micro.whole or micro.width, micro.segments)
+                if shared:
+                    inputs, targets = shared.own(inputs, 1), shared.own(targets, 1)
             found.append(MicroBatch(inputs.to(self.device) if seat.is_first and inputs is not None else None,
                                     targets.to(self.device) if seat.is_last and targets is not None else None,
-                                    len(micro.rows), micro.width, micro.segments))
+                                    len(micro.rows), micro.width, micro.segments, shared))
         return found
 
     def advance(self, until: int, stop: Callable[[], bool]) -> Iterator[StepResult]:

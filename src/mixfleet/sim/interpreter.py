@@ -107,7 +107,7 @@ class _Player:
 
     def __init__(self, program: Program, plan: Plan, job: Job, cluster: Cluster, layout: Layout, fold: bool,
                  batch: Batch | None) -> None:
-        self._layout, self._devices, self._batch, self._seq_len = layout, cluster.devices, batch, job.seq_len
+        self._layout, self._devices, self._batch = layout, cluster.devices, batch
         self._whole = [pipeline.micro_batches * max(program.updates, 1) for pipeline in plan.pipelines]
         self._parts = {(p, s, m): pipeline.sizes(s, m) * max(program.updates, 1)
                        for p, pipeline in enumerate(plan.pipelines) for s, stage in enumerate(pipeline.stages)
@@ -199,7 +199,7 @@ class _Player:
             if self._batch is None:
                 return [self._transfer(traffic.at[e, kind], (action.mb,), sizes[action.mb], sizes[0])]
             positions = self._batch.micro[entity.replica][action.mb].positions
-            return [self._transfer(traffic.at[e, kind], (action.mb,), positions, sizes[0] * self._seq_len)]
+            return [self._transfer(traffic.at[e, kind], (action.mb,), positions, sizes[0] * self._pricing.tokens[e])]
         if op == NORM:
             if (NORM,) not in self._shared:
                 self._shared[NORM,] = self._graph.add(self._pricing.norm_ns)

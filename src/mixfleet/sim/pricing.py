@@ -99,8 +99,9 @@ class Pricing:
         self._group_of: dict[int, int] = {}
         self._talk: dict[tuple[int, str, int, int, str], float] = {}
         self._neighbours: dict[tuple[int, int, int], list[int]] = {}
-        self._tokens = [plan.pipelines[x.pipeline].tokens(job.seq_len, plan.replicas[x.replica][1])
-                        for x in self._entities]
+        self.tokens = [plan.pipelines[x.pipeline].tokens(job.seq_len, plan.replicas[x.replica][1])
+                       for x in self._entities]
+        """Positions of a sequence of `seq_len` that each entity has."""
         self._sharing: dict[int, tuple[object, ...]] = {}
         self._experts = Experts(plan, job, batch)
         self.meets = self._experts.shared
@@ -119,7 +120,7 @@ class Pricing:
         for e, device in shapes.values():
             x = self._entities[e]
             sizes = plan.pipelines[x.pipeline].sizes(x.stage, x.member)
-            foresee(job, device, [(n, self._tokens[e], len(x.ranks)) for n in {sizes[0], sizes[-1]} - {0}])
+            foresee(job, device, [(n, self.tokens[e], len(x.ranks)) for n in {sizes[0], sizes[-1]} - {0}])
         self.norm_ns = round(self._norm_s() * NS_PER_S)
 
     def _norm_s(self) -> float:
@@ -170,9 +171,10 @@ class Pricing:
             micro_batch = self._plan.pipelines[self._entities[e].pipeline].micro_batch
             comms = {b.kind: b.context_comm for lo, hi in self._stage(e).chunks for b in self._job.model.blocks[lo:hi]}
             self._sharing[parts[0]] = (
-                *((self._tokens[m], *(self._device[r] for r in self._entities[m].ranks)) for m in parts),
-                *(round(self._context_s(e, comm, micro_batch) * NS_PER_S) for kind in comms for comm in comms[kind]))
-        return (self._tokens[e], *self._sharing[parts[0]])
+                *((self.tokens[m], *(self._device[r] for r in self._entities[m].ranks)) for m in parts),
+                *(round(self._context_s(e, comm, micro_batch, self.tokens[e], self._job.seq_len) * NS_PER_S)
+                  for kind in comms for comm in comms[kind]))
+        return (self.tokens[e], *self._sharing[parts[0]])
 
     def _mates(self, e: int) -> list[int]:
         """The entities that share experts with this one, in order; itself where nobody does."""
@@ -195,7 +197,7 @@ class Pricing:
         if mates[0] not in self._crowds:
             blocks = {b.kind: b for lo, hi in self._stage(e).chunks for b in self._job.model.blocks[lo:hi] if b.routed}
             self._crowds[mates[0]] = (
-                *((self._tokens[m], self._plan.pipelines[x.pipeline].micro_batch,
+                *((self.tokens[m], self._plan.pipelines[x.pipeline].micro_batch,
                    self._plan.pipelines[x.pipeline].samples, *(self._device[r] for r in x.ranks))
                   for m in mates for x in (self._entities[m],)),
                 *(round(self._expert_s(e, block, -1, 0, phase) * NS_PER_S)
@@ -247,11 +249,10 @@ class Pricing:
         src, dst, nbytes = in_arrays(messages)
         return ports.exchange(src, dst, nbytes), ports.exchange(dst, src, nbytes)
 
-    def _context_s(self, e: int, comm: TensorComm, micro_batch: int) -> float:
-        """Seconds of an exchange of keys and values; the ranks of equal tensor index and other replicas' sequences
-        exchange at the same time."""
-        ranks, tokens = self._entities[e].ranks, self._tokens[e]
-        nbytes = tensor_bytes(comm, micro_batch, tokens, len(ranks), self._job, self._job.seq_len / tokens)
+    def _context_s(self, e: int, comm: TensorComm, micro_batch: int, tokens: int, whole: int) -> float:
+        """Seconds of an exchange of keys and values of sequences of `whole` positions, of which this entity has
+        `tokens`; the ranks of equal tensor index and other replicas' sequences exchange at the same time."""
+        nbytes = tensor_bytes(comm, micro_batch, tokens, len(self._entities[e].ranks), self._job, whole / tokens)
 
         def groups(member: int) -> list[tuple[int, ...]]:
             return list(zip(*(self._entities[m].ranks for m in self._parts_of(member))))
@@ -275,12 +276,12 @@ class Pricing:
             if len(ranks) > 1 and len(nodes) == 1:
                 node = self._cluster.nodes[nodes.pop()]
                 key = (self._number(node.link), tuple(self._device[r] for r in ranks), len(self._rivals(e)),
-                       self._tokens[e])
+                       self.tokens[e])
             elif len(ranks) > 1:  # what it takes tells them apart
                 micro_batch = self._plan.pipelines[self._entities[e].pipeline].micro_batch
                 comms = {b.kind: b.tensor_comm for lo, hi in self._stage(e).chunks
                          for b in self._job.model.blocks[lo:hi]}
-                key = tuple(round(self._collective_s(e, comm, micro_batch, self._tokens[e]) * NS_PER_S)
+                key = tuple(round(self._collective_s(e, comm, micro_batch, self.tokens[e]) * NS_PER_S)
                             for kind in comms for comm in comms[kind] if not (comm.routed and self._experts.shared))
             self._group_of[e] = self._groups.setdefault((self._entities[e].pipeline, self._entities[e].stage, key), e)
         return self._group_of[e]
@@ -318,11 +319,11 @@ class Pricing:
     def _micro(self, e: int, mb: int) -> Micro | None:
         return None if self._batch is None else self._batch.micro[self._entities[e].replica][mb]
 
-    def shapes(self, e: int, mb: int) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
+    def shapes(self, e: int, mb: int) -> tuple[tuple[object, ...], ...]:
         """What a micro-batch of the step's batch is to the clock: its own shape, and those of others that the entity
         goes in step with."""
         found = (self._micro(m, mb) for m in (self._in_step(e) if self._experts.shared else [e]))
-        return tuple((len(micro.rows), micro.width, micro.segments) for micro in found if micro is not None)
+        return tuple((len(micro.rows), *micro[1:]) for micro in found if micro is not None)
 
     def parts(self, e: int, action: Action, micro_batch: int) -> tuple[Part, ...]:
         """What a compute action is made of, in order; `micro_batch` are the samples that the entity has of it where
@@ -358,19 +359,20 @@ class Pricing:
         meet = self._experts.shared and action.op != W and any(block.routed for block in blocks)
         together = self._in_step(e) if meet else parts
         devices = list({self._device[r]: self._cluster.devices[r] for r in ranks}.values())
-        lengths = {m: self._tokens[m] for m in together}
+        lengths = {m: self.tokens[m] for m in together}
         whole = dict.fromkeys(together, job.seq_len)
-        segments: dict[int, tuple[int, ...]] = {}
-        kinds = {(self._device[r], x.replica if self._experts.shared else lengths[m]): (
-            m, self._cluster.devices[r]) for m in together for x in (self._entities[m],) for r in x.ranks}
+        segments: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         forward = backward = weight = recompute = tensor = expert = 0.0
         modes = stage.modes
         sizes = dict.fromkeys(together, micro_batch)
         if meet:
-            sizes = {m: self._experts.tokens(self._entities[m].replica, action.mb) // self._tokens[m] for m in together}
+            sizes = {m: self._experts.tokens(self._entities[m].replica, action.mb) // self.tokens[m] for m in together}
         for m in together if self._batch else ():
             if micro := self._micro(m, action.mb):  # which is all of its samples
-                sizes[m], lengths[m], whole[m], segments[m] = len(micro.rows), micro.width, micro.width, micro.segments
+                sizes[m], lengths[m], whole[m] = len(micro.rows), micro.width, micro.whole or micro.width
+                segments[m] = (micro.own, micro.segments) if micro.own else (micro.segments, ())
+        kinds = {(self._device[r], x.replica if self._experts.shared else (lengths[m], segments.get(m))): (
+            m, self._cluster.devices[r]) for m in together for x in (self._entities[m],) for r in x.ranks}
         for i in range(action.lo, action.hi):
             block = job.model.blocks[i]
             mode = modes.get(i, "none")
@@ -379,7 +381,7 @@ class Pricing:
                 x, tokens = self._entities[m], lengths[m]
                 share = self._experts.share(block, x.replica, len(x.ranks), action.mb)
                 costs.append(held_cost(block, sizes[m], tokens, len(x.ranks), device, job, mode,
-                                       whole[m] / tokens, share, segments.get(m, ())))
+                                       whole[m] / tokens, share, *segments.get(m, ())))
             mine = self._experts.share(block, self._entities[e].replica, len(ranks), action.mb)
             talk = {phase: max(self._tensor_s(m, block, sizes[m], lengths[m], phase) for m in together)
                     if len(ranks) > 1 else 0.0 for phase in ("forward", "backward")}
@@ -401,7 +403,7 @@ class Pricing:
                               for phase in phases)
             tensor += sum(talk[phase] for phase in phases)
             if len(parts) > 1:
-                tensor += sum(self._context_s(e, comm, micro_batch) for comm in block.context_comm
+                tensor += sum(self._context_s(e, comm, sizes[e], lengths[e], whole[e]) for comm in block.context_comm
                               if (comm.phase == "forward" and (action.op == F or mode != "none"))
                               or (comm.phase == "backward" and action.op != F))
         if action.op in (F, AHEAD):
@@ -421,9 +423,10 @@ class Pricing:
     def _parked(self, e: int, action: Action, micro_batch: int) -> dict[int, int]:
         """By rank, the bytes of what a block saves of a micro-batch and the host can keep."""
         entity, stage, job, b = self._entities[e], self._stage(e), self._job, action.lo
-        tokens, context = self._tokens[e], job.seq_len / self._tokens[e]
+        tokens, context = self.tokens[e], job.seq_len / self.tokens[e]
         if micro := self._micro(e, action.mb):
-            micro_batch, tokens, context = len(micro.rows), micro.width, 1.0
+            micro_batch, tokens = len(micro.rows), micro.width
+            context = (micro.whole or micro.width) / micro.width
         share = self._experts.share(job.model.blocks[b], entity.replica, len(entity.ranks), action.mb)
         return {r: parked_bytes(job.model.blocks[b], micro_batch, tokens, len(entity.ranks), self._cluster.devices[r],
                                 job, stage.modes[b], context, share, first=b == 0) for r in entity.ranks}

@@ -49,7 +49,7 @@ def bytes_sent(program: Program, plan: Plan, job: Job, layout: Layout, routing: 
     experts = Experts(plan, job, batch)
     counted: set[tuple[object, ...]] = set()
     moved: dict[tuple[str, int], Counter[int]] = {}
-    for role in (whole.view(seat) for whole in program.roles for seat in range(len(whole.seats))):
+    for role in (one.view(seat) for one in program.roles for seat in range(len(one.seats))):
         pipeline = plan.pipelines[role.pipeline]
         stages, sizes = pipeline.stages, pipeline.micro_batches
         first = plan.replicas.index((role.pipeline, 0))
@@ -85,13 +85,13 @@ def bytes_sent(program: Program, plan: Plan, job: Job, layout: Layout, routing: 
                 modes = stage.modes
                 for r, member in copies if stage.tensor > 1 or pipeline.context > 1 else ():
                     samples = pipeline.sizes(role.stage, member)[action.mb % len(sizes)]
-                    shape = (samples, pipeline.tokens(job.seq_len, r), stage.tensor)
+                    shape, whole = (samples, pipeline.tokens(job.seq_len, r), stage.tensor), job.seq_len
                     if batch:
                         micro = batch.micro[first + r][action.mb]
-                        shape = (len(micro.rows), micro.width, stage.tensor)
+                        shape, whole = (len(micro.rows), micro.width, stage.tensor), micro.whole or micro.width
                     sent = Counter[str]()
                     for b in range(action.lo, action.hi):
-                        sent += _inside(job.model.blocks[b], action, shape, pipeline.context, job, modes[b])
+                        sent += _inside(job.model.blocks[b], action, shape, whole, pipeline.context, job, modes[b])
                     for rank in stage.ranks(r, member):
                         found[rank].update(sent)
                 for b in range(action.lo, action.hi):
@@ -120,12 +120,12 @@ def bytes_sent(program: Program, plan: Plan, job: Job, layout: Layout, routing: 
     return {str(rank): {op: n for op, n in counts.items() if n} for rank, counts in found.items()}
 
 
-def _inside(block: Block, action: Action, shape: tuple[int, int, int], context: int, job: Job,
+def _inside(block: Block, action: Action, shape: tuple[int, int, int], length: int, context: int, job: Job,
             recompute: Recompute) -> Counter[str]:
     """Bytes that each rank of a tensor group sends in the collectives of one block, by operation.
 
     Full recompute repeats those of the forward, selective the gather of keys and values. `shape` is micro-batch,
-    positions of this part of the sequence, and tensor degree.
+    positions of this part of a sequence of that length, and tensor degree.
     """
     sent: Counter[str] = Counter()
     for comm in block.tensor_comm:
@@ -136,8 +136,8 @@ def _inside(block: Block, action: Action, shape: tuple[int, int, int], context: 
         sent[TENSOR] += times * (2 if comm.op == "all_reduce" else 1) * (shape[2] - 1) * whole // shape[2]
     for comm in block.context_comm if context > 1 else ():
         times = comm.phase == "forward" if action.op == F else comm.phase == "backward" or recompute != "none"
-        whole = tensor_bytes(comm, *shape, job, job.seq_len / shape[1])
-        mine = whole * shape[1] // job.seq_len
+        whole = tensor_bytes(comm, *shape, job, length / shape[1])
+        mine = whole * shape[1] // length
         sent[CONTEXT] += times * ((context - 1) * mine if comm.op == "all_gather" else whole - mine)
     return sent
 
