@@ -93,6 +93,7 @@ class Pricing:
         self._numbers: dict[object, int] = {}
         self._device = [self._number(d) for d in cluster.devices]
         self._known: dict[tuple[object, ...], tuple[Part, ...]] = {}
+        self._runs: dict[tuple[int, int, int, int], int] = {}
         self._kinds: dict[tuple[object, ...], int] = {}
         self._kind_of: dict[int, int] = {}
         self._groups: dict[tuple[object, ...], int] = {}
@@ -103,6 +104,7 @@ class Pricing:
                        for x in self._entities]
         """Positions of a sequence of `seq_len` that each entity has."""
         self._sharing: dict[int, tuple[object, ...]] = {}
+        self._sequence_of: dict[int, list[int]] = {}
         self._experts = Experts(plan, job, batch)
         self.meets = self._experts.shared
         """Whether entities go in step with those that share their experts."""
@@ -121,6 +123,14 @@ class Pricing:
             x = self._entities[e]
             sizes = plan.pipelines[x.pipeline].sizes(x.stage, x.member)
             foresee(job, device, [(n, self.tokens[e], len(x.ranks)) for n in {sizes[0], sizes[-1]} - {0}])
+        if batch:
+            wanted: dict[int, dict[tuple[int, int, int], None]] = {}
+            for x in self._entities:
+                for device_number in {self._device[r] for r in x.ranks}:
+                    wanted.setdefault(device_number, {}).update(
+                        ((len(m.rows), m.width, len(x.ranks)), None) for m in batch.micro[x.replica])
+            for number, found in wanted.items():
+                foresee(job, cluster.devices[self._device.index(number)], found)
         self.norm_ns = round(self._norm_s() * NS_PER_S)
 
     def _norm_s(self) -> float:
@@ -157,9 +167,11 @@ class Pricing:
     def _parts_of(self, e: int) -> list[int]:
         """The entities that hold the parts of the sequences of this one, in order; itself without context parallelism.
         """
-        pipe = self._plan.pipelines[self._entities[e].pipeline]
-        mine = self._plan.replicas[self._entities[e].replica][1] % pipe.context
-        return [e + (part - mine) * len(pipe.stages) for part in range(pipe.context)]
+        if e not in self._sequence_of:
+            pipe = self._plan.pipelines[self._entities[e].pipeline]
+            mine = self._plan.replicas[self._entities[e].replica][1] % pipe.context
+            self._sequence_of[e] = [e + (part - mine) * len(pipe.stages) for part in range(pipe.context)]
+        return self._sequence_of[e]
 
     def _shared_sequence(self, e: int) -> tuple[object, ...]:
         """What tells apart the sets of entities that hold parts of one sequence: their parts, their devices, and how
@@ -325,14 +337,27 @@ class Pricing:
         found = (self._micro(m, mb) for m in (self._in_step(e) if self._experts.shared else [e]))
         return tuple((len(micro.rows), *micro[1:]) for micro in found if micro is not None)
 
+    def _run(self, e: int, lo: int, hi: int) -> int:
+        """A number that blocks of a stage share with all that are equal to them."""
+        x = self._entities[e]
+        key = (x.pipeline, x.stage, lo, hi)
+        if key not in self._runs:
+            modes = self._stage(e).modes
+            blocks = tuple((self._job.model.blocks[b].kind, modes.get(b)) for b in range(lo, hi))
+            self._runs[key] = self._numbers.setdefault(blocks, len(self._numbers))
+        return self._runs[key]
+
     def parts(self, e: int, action: Action, micro_batch: int) -> tuple[Part, ...]:
         """What a compute action is made of, in order; `micro_batch` are the samples that the entity has of it where
         rows are of `seq_len`."""
         if action.op in (F, B, I, W, AHEAD) or action.op in PARKS:
             if not micro_batch:
                 return ()
-            key: tuple[object, ...] = (self.kind(e), action.op, action.lo, action.hi,
-                                       self.shapes(e, action.mb) or micro_batch)
+            # All parts of a sequence take as long, but for what each adds up on its own device.
+            one = self._parts_of(e)[0] if self._batch and not self._experts.shared and action.op not in PARKS else e
+            blocks = (action.lo, action.hi) if action.op in PARKS else (self._run(e, action.lo, action.hi),)
+            key: tuple[object, ...] = (self.kind(one), *(self._device[r] for r in self._entities[e].ranks), action.op,
+                                       *blocks, self.shapes(one, action.mb) or micro_batch)
             if self._experts.shared:  # whose micro-batches may shrink apart
                 key += tuple(self._experts.tokens(self._entities[m].replica, action.mb) for m in self._mates(e))
         elif action.op in (STEP, PUSH, PULL) or action.op in HOST:
