@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import toy
 from mixfleet.cluster import Cluster, Device, Link, Node
 from mixfleet.cost.kernels import op_s
-from mixfleet.job import Job
+from mixfleet.job import Data, Job, Lengths
 from mixfleet.model.families import build
 from mixfleet.plan import Pipeline, Plan, Sharding, Stage
 from mixfleet.plan_rules import why_not
@@ -173,6 +173,24 @@ def test_search_shares_long_sequences_where_that_is_faster(monkeypatch: pytest.M
     assert len(best.plan.ranks) == 16
     monkeypatch.setattr(candidates, "context_degrees", lambda job, devices: (1,))
     assert find(job, cluster, top=1).plans[0].prediction.step_s > 1.05 * best.prediction.step_s
+
+
+def test_search_packs_samples_of_unequal_length_onto_parts(tmp_path: Path) -> None:
+    """Eight H100, samples of up to 64k positions, half of them below 8k: packed rows on parts of sequences take a
+    fraction of what padded ones take there."""
+    from mixfleet.search import find
+
+    (tmp_path / "one.yaml").write_text("mixfleet: cluster/1\nname: one\nnodes:\n- {name: n, instance: DGX-H100}\n")
+    cluster = Cluster.load(tmp_path / "one.yaml")
+    model = build({"layers": 4, "hidden": 1024, "heads": 16, "kv_heads": 4, "vocab": 4096, "ffn": 2816,
+                   "max_seq_len": 2**16})
+    job = Job(name="tail", model=model, seq_len=2**16, global_batch=2, data=Data(
+        lengths=Lengths(kind="lognormal", median=2**13, sigma=1.0, least=256)))
+    best = find(job, cluster, top=1).plans[0]
+    assert best.plan.pipelines[0].context > 1
+    assert best.plan.batching == "packed"
+    padded = predict(best.plan.replace(batching="padded"), job, cluster)
+    assert best.prediction.step_s < 0.5 * padded.step_s
 
 
 def test_search_leaves_short_sequences_whole() -> None:

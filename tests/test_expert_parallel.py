@@ -89,6 +89,10 @@ CASES = {
     "packed, unequal shares, zero-2": Case(
         plan(replicas(2, samples=4, micro_batch=2), sharding=(1, 2, 2), batching="packed").replace(
             expert=2, expert_shares=(3, 1)), job(8, figures=MOE, **LENGTHS, **CLIP)),
+    "packed on three parts of sequences, shares 2:1:1, beside one rank": Case(
+        plan(pipe((0, 5), (0, 1, 2), samples=4, micro_batch=2, context=3, shares=(2, 1, 1)),
+             pipe((0, 5), (3,), samples=2, micro_batch=1), batching="packed").replace(
+                 expert=4, expert_shares=(1, 2, 1, 0)), job(figures=MOE, **LENGTHS)),
     "bucketed, two groups of two, full recompute": Case(
         plan(replicas(4, samples=2, recompute="full"), batching="bucketed").replace(expert=2),
         job(8, figures=FIVE, **LENGTHS)),
