@@ -97,7 +97,8 @@ DERIVED: dict[str, Callable[[str, str], float]] = {
 """Numbers that a text stands for: name, and the function of the operator and of the column before the underscore."""
 
 KINDS: dict[str, Kind] = {
-    "gemm": Kind({"m": None, "n": None, "k": None, "batch": 1}, ("m", "n", "k", "batch"), {"op": "gemm", "trans": ""}, _gemm),
+    "gemm": Kind({"m": None, "n": None, "k": None, "batch": 1}, ("m", "n", "k", "batch"), {"op": "gemm", "trans": ""},
+                 _gemm),
     "attention": Kind(
         {"batch": 1, "q_len": None, "kv_len": None, "heads": None, "kv_heads": None, "head_dim": 128, "causal": True,
          "window": 0, "n_decode": 0, "kv_decode": 0},
