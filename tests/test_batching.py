@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mixfleet.batching import Batcher, Bin, Curve, Micro, Parts, steps_of
@@ -180,6 +180,7 @@ def test_small_steps_are_the_best_there_is(batching: str, counts: tuple[int, ...
     assert max(found.seconds) == pytest.approx(brute(batching, bins, lengths), rel=1e-12)
 
 
+@settings(max_examples=50)
 @given(st.lists(st.integers(1, 16), min_size=6, max_size=24), st.sampled_from(["packed", "bucketed"]),
        st.booleans(), st.sampled_from([1, 2, 4]), st.sampled_from([1, 3]))
 def test_never_worse_than_in_order_and_no_sample_lost(lengths: list[int], batching: str, in_step: bool, unit: int,
@@ -292,6 +293,7 @@ def test_samples_are_cut_over_parts_by_hand() -> None:
     assert one.shaped([], (), "bucketed") == Micro(((),), 6)
 
 
+@settings(max_examples=50)
 @given(st.data(), st.lists(st.integers(1, 4), min_size=2, max_size=4), st.sampled_from([1, 2, 4]), st.integers(1, 3),
        st.sampled_from(["packed", "bucketed"]))
 def test_every_part_has_its_share_and_room(data: st.DataObject, shares: list[int], tensor: int, micro_batch: int,
