@@ -154,6 +154,22 @@ def test_pieces_partition_every_column_once_per_group(plan: Plan, tied: bool) ->
 
 @settings(max_examples=40, deadline=None)
 @given(plans(), st.booleans())
+def test_every_element_is_in_the_norm_once(plan: Plan, tied: bool) -> None:
+    layout = Layout(plan, toy.model(tied=tied))
+    for unit in layout.units:
+        for c, column in enumerate(layout.columns(unit.number)):
+            times = np.zeros(column.size, np.int64)
+            for post, place in layout.places.items():
+                if c in layout.held(unit.number, post):
+                    lo, hi = layout.measures(unit.number, c, post)
+                    a, b = layout.piece("optimizer", unit.number, c, place.replica)
+                    assert lo == hi or a <= lo < hi <= b
+                    times[lo:hi] += 1
+            assert (times == 1).all(), (unit.number, c)
+
+
+@settings(max_examples=40, deadline=None)
+@given(plans(), st.booleans())
 def test_slices_and_segments_name_the_same_elements(plan: Plan, tied: bool) -> None:
     """A rank's buffer, filled tensor by tensor, reads the same through columns."""
     layout = Layout(plan, toy.model(tied=tied))

@@ -350,12 +350,27 @@ class Layout:
         return result
 
     def counts(self, u: int, column: int, post: int) -> bool:
-        """Whether what a post holds of a column is counted there in sums over all state, and written to checkpoints:
-        it is in the first group, of those that cut it, that holds it."""
-        kind: Kind = "weights" if self.units[u].frozen else "optimizer"
+        """Whether what a post holds of a column is written to checkpoints there: it is in the first group, of those
+        that cut it, that holds it."""
         holders, replica = self.columns(u)[column].holders, self.places[post].replica
-        first = next(group for group in self._groups[kind] if any(holders[k] for k in group))
-        return replica in first and holders[replica][0] == post
+        return replica in self._holding(u, column)[0] and holders[replica][0] == post
+
+    def measures(self, u: int, column: int, post: int) -> tuple[int, int]:
+        """What of a column a post adds to the norm of the gradient: every group has all of it, and equal parts of the
+        work; but of virtual workers, whose gradients are their own, the first."""
+        lo, hi = self.piece("optimizer", u, column, self.places[post].replica)
+        having = self._holding(u, column)[:1 if self.plan.waves else None]
+        k = next((k for k, group in enumerate(having) if self.places[post].replica in group), -1)
+        if k < 0 or self.columns(u)[column].holders[self.places[post].replica][0] != post:
+            return lo, lo
+        a, b = cut(self.columns(u)[column].size, len(having), k)
+        return max(lo, a), max(lo, a, min(hi, b))
+
+    def _holding(self, u: int, column: int) -> list[range]:
+        """The groups of those that cut a column, or keep it where it is frozen, that hold it."""
+        holders = self.columns(u)[column].holders
+        return [group for group in self._groups["weights" if self.units[u].frozen else "optimizer"]
+                if any(holders[k] for k in group)]
 
     def _all_pieces(self, kind: Kind, u: int, column: int) -> list[tuple[int, int]]:
         """Those of all replicas."""

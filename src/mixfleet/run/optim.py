@@ -40,6 +40,15 @@ class Run(NamedTuple):
     decay: float
 
 
+class _Piece(NamedTuple):
+    """What AdamW changes together."""
+
+    value: Tensor
+    gradient: Tensor
+    first: Tensor
+    second: Tensor
+
+
 def runs(parts: Sequence[Run]) -> list[Run]:
     """Neighbours of the same kind joined."""
     joined: list[Run] = []
@@ -87,19 +96,39 @@ class FlatOptimizer:
         if value:
             self._count = torch.full((), float(self.steps), device=value[0].device)
         at = 0
-        for i, v in enumerate(value):
+        alike: dict[tuple[float, float], list[_Piece]] = {}
+        for v, g in zip(value, gradient, strict=True):
             for part in self._parts:
-                # What makes one pass and no temporaries needs no chunks.
-                whole = not (self.state or part.decay) and gradient[i].dtype == v.dtype
-                chunk = max(1, v.numel()) if whole else _CHUNK.get(v.device.type, v.numel())
                 lo, hi = max(part.lo, at), min(part.hi, at + v.numel())
+                rate, decay = lr * part.lr_scale, part.decay * share
+                if lo < hi and self._in_one_pass(v, g, scale):
+                    alike.setdefault((rate, decay), []).append(self._piece(v[lo - at:hi - at], g[lo - at:hi - at], lo))
+                    continue
+                # What makes one pass and no temporaries needs no chunks.
+                whole = not (self.state or part.decay) and g.dtype == v.dtype
+                chunk = max(1, v.numel()) if whole else _CHUNK.get(v.device.type, v.numel())
                 for a in range(lo, hi, chunk):
                     b = min(hi, a + chunk)
-                    self._update(v[a - at:b - at], gradient[i][a - at:b - at], a, b, scale, lr * part.lr_scale,
-                                 part.decay * share)
-            if copy:
-                copy[i].copy_(v)
+                    self._update(v[a - at:b - at], g[a - at:b - at], a, b, scale, rate, decay)
             at += v.numel()
+        for (rate, decay), pieces in alike.items():
+            self._adamw(pieces, rate, decay, scale)
+        for to, v in zip(copy, value):
+            to.copy_(v)
+
+    def _in_one_pass(self, v: Tensor, g: Tensor, scale: float) -> bool:
+        """Whether PyTorch's kernel updates a view as it is: it scales gradients too, but by a number in fp32."""
+        return self.rule.name == "adamw" and g.dtype == v.dtype and (scale == 1 or v.dtype == torch.float32)
+
+    def _piece(self, p: Tensor, g: Tensor, lo: int) -> _Piece:
+        return _Piece(p, g, *(self.state[name][lo:lo + len(p)] for name in ("exp_avg", "exp_avg_sq")))
+
+    def _adamw(self, pieces: Sequence[_Piece], lr: float, decay: float, scale: float = 1.0) -> None:
+        rule, (p, g, first, second) = self.rule, map(list, zip(*pieces))
+        divisor = None if scale == 1 else torch.full((), 1 / scale, dtype=torch.float32, device=p[0].device)
+        torch._fused_adamw_(p, g, first, second, [], [self._count] * len(p), lr=lr, beta1=rule.betas[0],
+                            beta2=rule.betas[1], weight_decay=decay, eps=rule.eps, amsgrad=False, maximize=False,
+                            grad_scale=divisor)
 
     def anticipate(self, value: Sequence[Tensor], out: Sequence[Tensor], rates: Sequence[float]) -> None:
         """Write to `out`, cut as `value`, what updates at these rates would make of `value`, each like the last one:
@@ -133,10 +162,7 @@ class FlatOptimizer:
         if scale != 1:
             g.mul_(scale)
         if rule.name == "adamw":
-            torch._fused_adamw_(
-                [p], [g], [self.state["exp_avg"][lo:hi]], [self.state["exp_avg_sq"][lo:hi]], [], [self._count],
-                lr=lr, beta1=rule.betas[0], beta2=rule.betas[1], weight_decay=decay, eps=rule.eps, amsgrad=False,
-                maximize=False)
+            self._adamw([self._piece(p, g, lo)], lr, decay)
             return
         if decay:
             g.add_(p, alpha=decay)

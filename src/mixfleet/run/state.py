@@ -140,7 +140,7 @@ class Unit(Paged):
         self._stored = pieces("weights") if frozen else owned
         """Intervals whose weights, and moments if they are trained, are read from checkpoints."""
         self.counted = [piece for piece in self._stored if layout.counts(index, piece[0], rank)]
-        """Those that this rank alone adds to the norm and writes to checkpoints."""
+        """Those that this rank alone writes to checkpoints."""
         self.kept = pieces("weights") if self.sharded else []
         """Intervals of sharded weights that stay here between steps."""
         self.unpublished = [] if self.updated.data is self.weights.data else [
@@ -158,10 +158,11 @@ class Unit(Paged):
         self._aim()
         weights = layout.plan.weights
         self.optimizer = FlatOptimizer(job.optimizer, runs, self._value, predicts=bool(weights and weights.predicts))
-        self.norm_views = [v for c, lo, hi in self.counted if lo < hi and not frozen
-                           for v in self.own.views(c, lo, hi)]
+        self.norm_views = [v for c, lo, hi in ((c, *layout.measures(index, c, rank)) for c in held)
+                           if lo < hi and not frozen for v in self.own.views(c, lo, hi)]
+        """Of the gradient, what this rank alone adds to the norm."""
         self.square: Tensor | None = None
-        """The sum of squares of the counted gradient, taken before it went to the host."""
+        """The sum of squares of that, taken before it went to the host."""
         self.paged = {}
         if "weights" in stage.offload:
             self.paged["weights"] = [(self.weights, self._homes[id(self.weights.data)])]
