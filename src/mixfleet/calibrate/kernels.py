@@ -200,7 +200,7 @@ def job_times(job_path: str, micro_batches: list[int], kinds: list[str], shares:
     chain = sorted(i for indices in of_kind.values() for i in indices)
     attention: Literal["fused", "eager"] = "fused" if fused[rank] else "eager"
     modules = [build_blocks(job.model, [i], device=device, dtype=dtype, attention=attention)[0] for i in chain]
-    if shares[rank] < 1:
+    if device.type == "cpu":
         calm_network_threads()
     small = small_exchange(apart) if len(apart) > 1 else []
     if rehearse:

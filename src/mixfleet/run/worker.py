@@ -71,7 +71,7 @@ class Rank:
         torch.backends.cuda.matmul.allow_tf32 = job.precision == "tf32"
         self.recorder = Recorder(self.rank, self.device)
         self.fabric = Fabric(plan, self.rank, self.device, self.recorder)
-        if cluster.devices[self.rank].share < 1:
+        if self.device.type == "cpu":
             calm_network_threads()
         self.layout = Layout(plan, job.model)
         self.places = [place for post, place in sorted(self.layout.places.items()) if post % plan.span == self.rank]
