@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from mixfleet.batching import Batcher, Bin, Curve, Micro, Parts, steps_of
 from mixfleet.cluster import BlockTime, Cluster, Link, Node
-from mixfleet.cost.kernels import block_cost
+from mixfleet.cost.clock import held_cost
+from mixfleet.cost.kernels import BlockCost, block_cost
 from mixfleet.errors import InputError
 from mixfleet.job import Data, Job, Lengths
 from mixfleet.model.families import build
@@ -231,6 +232,27 @@ def test_curves_split_what_grows_with_the_square() -> None:
         cost = sum(sum(block_cost(b, rows, width, 1, CPU, work)[:2]) for b in work.model.blocks)
         assert slow.curve.of(rows * width, rows * width**2) == pytest.approx(cost, rel=1e-6)
     assert slow.curve.square_s > 0
+
+
+def test_room_is_that_of_who_asks() -> None:
+    """Pipelines that are cut alike share what is known of their parts, but not the size of their micro-batches."""
+    parts = Parts.of(pipe((0, 5), (0, 1), samples=4, micro_batch=1, context=2), 8)
+    assert [parts.rows(6, room) for room in (8, 16, 32, 16)] == [1, 2, 4, 2]
+    assert [parts.rows(4, room) for room in (16, 8)] == [4, 2]
+
+
+def test_last_bits_of_costs_do_not_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank arranges a step for itself, and all must agree, though the last bits of a predicted time depend on
+    what else a process has asked."""
+    noise = np.random.default_rng(5)
+
+    def noisy(*args: object, **named: object) -> BlockCost:
+        cost = held_cost(*args, **named)  # type: ignore[arg-type]
+        return cost._replace(forward_s=cost.forward_s * (1 + noise.normal() * 1e-13))
+
+    exact = Batcher(two("bucketed"), long_job(), MIXED)
+    monkeypatch.setattr("mixfleet.batching.held_cost", noisy)
+    assert Batcher(two("bucketed"), long_job(), MIXED).bins == exact.bins
 
 
 def test_attention_of_packed_rows_is_of_each_sample() -> None:

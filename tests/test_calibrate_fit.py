@@ -25,8 +25,8 @@ def frame(rows=1500, seed=3, gpus=DEVICES):
     flops = np.array([device_named(g).flops["bf16"] for g in gpu])
     memory = np.array([device_named(g).memory_Bps for g in gpu])
     time = 5e-6 + np.maximum(2.0 * m * n * k / flops / 0.7, 2.0 * (m * k + n * k + m * n) / memory / 0.8)
-    return pandas.DataFrame({"source": "made", "gpu": gpu, "op": "gemm", "dtype": "bf16", "trans": "", "m": m, "n": n, "k": k,
-                             "batch": 1, "backend": "torch", "suspect": False, "time_us": time * 1e6})
+    return pandas.DataFrame({"source": "made", "gpu": gpu, "op": "gemm", "dtype": "bf16", "trans": "", "m": m,
+                             "n": n, "k": k, "batch": 1, "backend": "torch", "suspect": False, "time_us": time * 1e6})
 
 
 @pytest.fixture(scope="module")

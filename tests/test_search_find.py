@@ -362,7 +362,7 @@ def placed(widths, cuts, ranks, samples, micro_batch, shares=(), dispatch="split
 
 
 MID, BIG = device("mid", 60, 40), device("big", 170, 80)
-WINS = {"two and three": (job(layers=12, batch=8, hidden=1024, seq_len=1024),
+WINS = {"two and three": (job(layers=14, batch=8, hidden=1024, seq_len=1024),
                           cluster([FAST] * 2, [MID] * 3, nic=2e9))}
 
 

@@ -29,6 +29,7 @@ from mixfleet.job import Job
 from mixfleet.plan import Batching, Pipeline, Plan
 from mixfleet.samples import Order, open_sizes
 from mixfleet.spec import Spec
+from mixfleet.units import NS_PER_S
 
 EXACT_SAMPLES = 8
 """Samples up to which all ways to share them among replicas are compared."""
@@ -112,7 +113,7 @@ class Parts:
         self._turns = [np.flatnonzero(dealt == p) for p in range(len(cells))]
         self.least = (1 + max(int(turns[0]) for turns in self._turns)) * unit
         """Positions of the shortest row of which every part has some."""
-        self._rows: dict[int, int] = {}
+        self._rows: dict[tuple[int, int], int] = {}
 
     @staticmethod
     def of(pipeline: Pipeline, seq_len: int) -> Parts:
@@ -151,11 +152,11 @@ class Parts:
 
     def rows(self, width: int, room: int) -> int:
         """Rows of `width` of which no part has more positions than of `room` positions in rows of `seq_len`."""
-        if width not in self._rows:
+        if (width, room) not in self._rows:
             here = self.dealt([width // self.unit])[:, 0].tolist()
             times = room // (self._round * self.unit)
-            self._rows[width] = min(times * n // h for n, h in zip(self._cells, here))
-        return self._rows[width]
+            self._rows[width, room] = min(times * n // h for n, h in zip(self._cells, here))
+        return self._rows[width, room]
 
 
 @lru_cache(maxsize=64)
@@ -522,7 +523,10 @@ def _cuts(costs: np.ndarray[tuple[int, ...], np.dtype[np.float64]], count: int,
 def _curve(pipeline: Pipeline, devices: Sequence[Sequence[Sequence[Device]]], job: Job) -> Curve:
     """The stage that takes longest, as it is on the slowest of its `devices` (by stage and part of a sequence), from
     three shapes: the same positions in longer rows tell what grows with the square, fewer positions what grows with the
-    length."""
+    length.
+
+    Times are whole nanoseconds, as the simulator's: the last bits of a prediction depend on what else was asked with
+    it, and by those bits one process would break ties otherwise than another."""
     size, length = pipeline.micro_batch, max(2, job.seq_len - job.seq_len % 2)
     found = []
     for stage, parts in zip(pipeline.stages, devices):
@@ -531,8 +535,9 @@ def _curve(pipeline: Pipeline, devices: Sequence[Sequence[Sequence[Device]]], jo
                                           for part, kinds in enumerate(parts) for device in kinds):
             def seconds(rows: int, width: int, stage=stage, device=device, here=here, modes=modes) -> float:  # type: ignore[no-untyped-def]
                 own = max(1, round(width * here / job.seq_len))
-                return sum(sum(held_cost(job.model.blocks[i], rows, own, stage.tensor, device, job, modes[i],
-                                         width / own)[:3]) for i in stage.held)
+                return round(NS_PER_S * sum(sum(held_cost(
+                    job.model.blocks[i], rows, own, stage.tensor, device, job, modes[i], width / own)[:3])
+                    for i in stage.held)) / NS_PER_S
             whole, short, half = (seconds(size, length), seconds(2 * size, length // 2), seconds(size, length // 2))
             positions = size * length
             square = max(0.0, 2 * (whole - short) / (positions * length))
