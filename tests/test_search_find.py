@@ -651,7 +651,7 @@ def test_virtual_workers_are_proposed_where_steps_may_be_late_and_why_says_what_
     """Behind a slow link the exchange of a wave goes on beside the next one, if a worker may be one wave ahead. Where
     updates do not add up (AdamW) there are no such workers."""
     work = job(layers=8, batch=24, hidden=1024, seq_len=512, clip_norm=0.0, optimizer=Optimizer(name="sgd", lr=0.01))
-    where = cluster([FAST] * 2, [SLOW] * 2, [FAST] * 2, nic=8e8)
+    where = cluster([FAST] * 2, [SLOW] * 2, [FAST] * 2, nic=1e9)
     found, usual = (find(work, where, names=names, limits=Limits(devices=1)) for names in (("hetpipe",), ()))
     best = found.best.plan
     assert usual.best.plan.synchronous
