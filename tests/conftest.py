@@ -17,9 +17,9 @@ settings.register_profile("mixfleet", deadline=None, derandomize=True,
 settings.load_profile("mixfleet")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
-    """Four gloo ranks that carry out one case after another."""
+    """Four gloo ranks that carry out one case after another. A start of them for every module took a minute in all."""
     from run_pool import Pool
 
     made = Pool()

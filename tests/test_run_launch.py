@@ -90,11 +90,17 @@ def _assert_measured(result: TrainResult) -> None:
         assert max(marks) > min(marks)  # saved activations come and go
 
 
+def _spawned() -> list[psutil.Process]:
+    """Children that multiprocessing started: the ranks of runs, and of other tests' groups that live on."""
+    return [c for c in psutil.Process().children() if "spawn_main" in " ".join(c.cmdline())]
+
+
 def test_a_killed_rank_ends_the_run_with_one_message(tmp_path: Path) -> None:
+    others = _spawned()
+
     def kill(metrics: StepMetrics) -> None:
         if metrics.step == 6:
-            ranks = [c for c in psutil.Process().children() if "spawn_main" in " ".join(c.cmdline())]
-            ranks[-1].kill()
+            [c for c in _spawned() if c not in others][-1].kill()
 
     with pytest.raises(TrainError) as caught:
         train(PAIR, _long(), CLUSTER, out_dir=tmp_path, checkpoint_every=2, on_step=kill)
@@ -200,11 +206,11 @@ def test_commands_follow_uneven_nodes() -> None:
 
 def test_a_rank_that_stops_answering_early_does_not_hang(tmp_path: Path) -> None:
     """A death before training starts is noticed as well."""
-    started = time.monotonic()
+    started, others = time.monotonic(), _spawned()
 
     def kill() -> None:
         while time.monotonic() - started < 30:
-            ranks = [c for c in psutil.Process().children() if "spawn_main" in " ".join(c.cmdline())]
+            ranks = [c for c in _spawned() if c not in others]
             if ranks:
                 ranks[0].kill()
                 return
