@@ -112,6 +112,28 @@ def test_a_killed_rank_ends_the_run_with_one_message(tmp_path: Path) -> None:
     assert Reader(saved).state.step >= 4
 
 
+def _complete(root: Path, step: int) -> Path:
+    """What a reader takes for a complete checkpoint."""
+    path = root / f"step-{step:08d}"
+    path.mkdir(parents=True)
+    (path / "index.json").write_text("{}")
+    return path
+
+
+def test_a_checkpoint_that_no_rank_lived_to_tell_of_is_named(tmp_path: Path) -> None:
+    others = _spawned()
+    saved: list[Path] = []
+
+    def kill(metrics: StepMetrics) -> None:
+        if metrics.step == 2:
+            saved.append(_complete(tmp_path / "checkpoints", 2))
+            next(c for c in _spawned() if c not in others).kill()
+
+    with pytest.raises(TrainError) as caught:
+        train(PAIR, _long(), CLUSTER, out_dir=tmp_path, on_step=kill)
+    assert str(caught.value).endswith(f"The last checkpoint is {saved[0]}.")
+
+
 class _Stuck(DecoderSource):
     """Rank 2 never gets the data of its third step."""
 
@@ -207,6 +229,7 @@ def test_commands_follow_uneven_nodes() -> None:
 def test_a_rank_that_stops_answering_early_does_not_hang(tmp_path: Path) -> None:
     """A death before training starts is noticed as well."""
     started, others = time.monotonic(), _spawned()
+    _complete(tmp_path / "checkpoints", 9)  # of an earlier run, which this one does not resume
 
     def kill() -> None:
         while time.monotonic() - started < 30:
@@ -219,7 +242,7 @@ def test_a_rank_that_stops_answering_early_does_not_hang(tmp_path: Path) -> None
     thread = threading.Thread(target=kill)
     thread.start()
     with pytest.raises(TrainError, match=r"rank \d .*SIGKILL.*There is no checkpoint yet"):
-        train(PAIR, _long(), CLUSTER)
+        train(PAIR, _long(), CLUSTER, out_dir=tmp_path)
     thread.join()
     assert time.monotonic() - started < 20
 

@@ -330,6 +330,7 @@ class _Local:
         self._failures: list[Failure] = []
         self._dead: list[tuple[int, int]] = []
         self._result: TrainResult | None = None
+        self._found = self._on_disk()
 
     def run(self) -> TrainResult:
         context = multiprocessing.get_context("spawn")
@@ -423,6 +424,14 @@ class _Local:
         elif message is not None:
             self._listener(message)
 
+    def _on_disk(self) -> tuple[Path, int] | None:
+        """The newest complete checkpoint of the run's directory, and when it became complete, in ns."""
+        from mixfleet.run.checkpoint import latest  # which takes torch
+
+        root = Path(self.options.out_dir) / "checkpoints"
+        found = latest(root) if self.options.out_dir and root.is_dir() else None
+        return (found, (found / "index.json").stat().st_mtime_ns) if found else None
+
     def _error(self) -> Exception:
         """The one error to show: a death comes before an exception, and that before what only follows from it."""
         reported = {f.rank for f in self._failures}
@@ -436,6 +445,7 @@ class _Local:
             return InputError(causes[0].message)
         else:
             what, details = f"{_device_name(self.cluster, causes[0].rank)}: {causes[0].message}", causes[0].details
-        saved = self._listener.checkpoint
+        now = self._on_disk()  # the first rank may have died between a commit and telling of it
+        saved = now[0] if now and now != self._found else self._listener.checkpoint
         after = f"The last checkpoint is {saved}" if saved else "There is no checkpoint yet"
         return TrainError(f"{what}, after step {self._listener.step}; the other ranks were stopped. {after}.", details)
