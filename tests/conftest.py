@@ -19,7 +19,7 @@ settings.load_profile("mixfleet")
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
-    """Four gloo ranks that carry out one case after another. A start of them for every module took a minute in all."""
+    """Four gloo ranks that carry out one case after another. To start them takes seconds, in every module."""
     from run_pool import Pool
 
     made = Pool()

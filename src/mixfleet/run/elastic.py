@@ -81,7 +81,7 @@ def newest(out: Path) -> int:
     """Steps done according to the newest checkpoint of a run; 0 if there is none."""
     from mixfleet.run.checkpoint import Reader, latest
 
-    path = latest(out / "checkpoints") if (out / "checkpoints").is_dir() else None
+    path = latest(out / "checkpoints")
     return Reader(path).state.step if path else 0
 
 

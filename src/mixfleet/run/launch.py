@@ -428,8 +428,7 @@ class _Local:
         """The newest complete checkpoint of the run's directory, and when it became complete, in ns."""
         from mixfleet.run.checkpoint import latest  # which takes torch
 
-        root = Path(self.options.out_dir) / "checkpoints"
-        found = latest(root) if self.options.out_dir and root.is_dir() else None
+        found = latest(Path(self.options.out_dir) / "checkpoints") if self.options.out_dir else None
         return (found, (found / "index.json").stat().st_mtime_ns) if found else None
 
     def _error(self) -> Exception:
