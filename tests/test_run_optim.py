@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -44,6 +46,31 @@ def test_equals_torch(rule: Optimizer, dtype: torch.dtype, close: float) -> None
         ours.step(value, [whole[:150_000], whole[150_000:]], 1 / 7, rule.lr)
         expected = torch.cat([p.detach() for p in params])
         assert (flat - expected).abs().max() < close, step
+
+
+@pytest.mark.parametrize("rule", [Optimizer(lr=0.03, betas=(0.9, 0.95), weight_decay=0.1),
+                                  Optimizer(name="sgd", lr=0.03, weight_decay=0.1, momentum=0.7)],
+                         ids=["adamw", "momentum"])
+@pytest.mark.parametrize("scale", [1.0, 2.7])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
+def test_replicas_that_cut_elements_differently_keep_the_same_bits(dtype: torch.dtype, scale: float,
+                                                                   rule: Optimizer) -> None:
+    """PyTorch's AdamW rounds the last elements of a tensor otherwise than those before."""
+    torch.manual_seed(1)
+    start, gradients = torch.randn(1830, dtype=dtype), torch.randn(6, 1830, dtype=dtype)
+
+    def after_six_steps(lo: int, hi: int) -> torch.Tensor:
+        value = start[lo:hi].clone()
+        views = [value[:5], value[5:]]
+        optimizer = FlatOptimizer(rule, [Run(0, hi - lo, 1.0, rule.weight_decay)], views)
+        for gradient in gradients:
+            mine = gradient[lo:hi].clone()
+            optimizer.step(views, [mine[:5], mine[5:]], scale, rule.lr)
+        return value
+
+    whole = after_six_steps(0, 1830)
+    for lo, hi in itertools.pairwise(itertools.accumulate(range(61))):
+        assert torch.equal(after_six_steps(lo, hi), whole[lo:hi]), (lo, hi)
 
 
 def test_untouched_between_runs_and_a_copy_in_a_shorter_type() -> None:

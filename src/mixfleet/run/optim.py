@@ -31,6 +31,11 @@ def learning_rate(rule: Optimizer, step: int, steps: int) -> float:
     return rule.min_lr + (rule.lr - rule.min_lr) * left
 
 
+_VECTOR_BYTES = 64
+"""What PyTorch's CPU kernels compute at once, or a multiple of it. They work what is left at the end of a tensor by
+scalar instructions, which may round otherwise."""
+
+
 class Run(NamedTuple):
     """Elements [lo, hi) of the owned piece that are updated alike."""
 
@@ -124,6 +129,23 @@ class FlatOptimizer:
         return _Piece(p, g, *(self.state[name][lo:lo + len(p)] for name in ("exp_avg", "exp_avg_sq")))
 
     def _adamw(self, pieces: Sequence[_Piece], lr: float, decay: float, scale: float = 1.0) -> None:
+        """Bit by bit the same however elements are cut into pieces: replicas cut them differently."""
+        width = _VECTOR_BYTES // pieces[0].value.element_size()
+        left = [piece for piece in pieces if len(piece.value) % width] if pieces[0].value.device.type == "cpu" else []
+        if not left:
+            self._fused(pieces, lr, decay, scale)
+            return
+        ends = [_Piece(*(t[len(t) // width * width:] for t in piece)) for piece in left]
+        sizes = [len(end.value) for end in ends]
+        padding = -sum(sizes) % width
+        joined = _Piece(*(torch.cat([*parts, parts[0].new_zeros(padding)]) for parts in zip(*ends)))
+        self._fused([*(_Piece(*(t[:len(t) // width * width] for t in piece)) for piece in pieces), joined],
+                    lr, decay, scale)
+        for end, made in zip(ends, zip(*(t.split_with_sizes([*sizes, padding]) for t in joined))):
+            for t, new in zip(end, made):
+                t.copy_(new)
+
+    def _fused(self, pieces: Sequence[_Piece], lr: float, decay: float, scale: float) -> None:
         rule, (p, g, first, second) = self.rule, map(list, zip(*pieces))
         divisor = None if scale == 1 else torch.full((), 1 / scale, dtype=torch.float32, device=p[0].device)
         torch._fused_adamw_(p, g, first, second, [], [self._count] * len(p), lr=lr, beta1=rule.betas[0],
