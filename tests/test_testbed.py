@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import signal
@@ -22,6 +23,7 @@ from mixfleet.cli import main
 from mixfleet.cluster import Cluster, Link, Node, device_named
 from mixfleet.errors import InputError, RunError
 from mixfleet.job import Optimizer
+from mixfleet.plan import Sharding
 from mixfleet.report import chrome, html, views
 from mixfleet.run import train
 from mixfleet.run.checkpoint import Reader
@@ -293,6 +295,45 @@ def test_rows_of_several_runs_make_one_table():
     (equal,) = bench.summaries([lucky, row("equal", bench.CHOSEN, 2.0, 2.2, speed=1.0)])
     assert (equal.behind_best, equal.behind_alike) == pytest.approx((.1, 0))
     assert "| equal | ZeRO-3 | 2 s | 2.2 s | +10.0% |" in bench.table(rows)
+
+
+def test_one_plan_written_in_two_ways_is_one_contender():
+    work, cluster = bench.job("equal"), bench.shapes()["equal"]
+    even = bench.plans(work, cluster)["even data parallel"]
+    (pipe,) = {p.replace(stages=(p.stages[0].replace(devices=()),)) for p in even.pipelines}
+    whole = even.replace(name="found", schedule="zb-h1", pipelines=(pipe.replace(
+        replicas=4, stages=(pipe.stages[0].replace(devices=(0, 1, 2, 3)),)),))
+    assert bench.same(whole, even)
+    assert not bench.same(whole.replace(accumulation="layered"), even)
+    assert not bench.same(whole.replace(sharding=Sharding(optimizer=2)), even)
+    halves = bench.plans(work, cluster)["2 pipelines, far apart"]
+    assert not bench.same(halves.replace(schedule="zb-h1"), halves), "a pipeline of stages depends on its schedule"
+
+
+def test_the_chosen_plan_and_the_faster_run_again_in_turn():
+    times = {"a": [3.0], "b": [1.2, 1.6], "c": [1.0, 1.5], "d": [1.1, 1.0], bench.CHOSEN: [1.3, 1.1]}
+    rows = {name: row("equal", name, 1.0, seconds.pop(0)) for name, seconds in
+            {k: list(v) for k, v in times.items()}.items()}
+    runs = {name: iter([*seconds[1:], 9.0]) for name, seconds in times.items()}
+    ran = []
+
+    def attempt(label):
+        ran.append(label)
+        return row("equal", label, 1.0, next(runs[label]))
+
+    found = {r.name: r.measured_s for r in bench._again(rows, attempt, math.inf)}
+    assert ran == [bench.CHOSEN, "c", "d"] * 2, "the two fastest of three that were ahead"
+    assert found == {bench.CHOSEN: 1.3, "c": 1.5, "d": 1.1}, "each in the middle of three runs"
+    assert not [*bench._again({k: rows[k] for k in ("a", bench.CHOSEN)}, attempt, math.inf)], "nothing was faster"
+    assert {r.measured_s for r in bench._again(rows, attempt, 0.0)} == {1.3, 1.0, 1.1}, "there is no time left"
+
+
+def test_what_was_measured_once_for_two_counts_once():
+    even, other = row("equal", "even data parallel", 1.1, 1.0), row("equal", "ZeRO-3", 1.3, 1.0)
+    rows = [even, other, even._replace(name=bench.CHOSEN, same_as="even data parallel")]
+    assert bench.errors(rows) == pytest.approx([.1, .3])
+    assert bench.summaries(rows)[0].behind_best == 0
+    assert "the same as even data parallel" in bench.table(rows)
 
 
 # --- the real thing ------------------------------------------------------------------------------------------------
