@@ -465,7 +465,7 @@ def measure(name: str, cluster: Cluster, *, quick: bool, traced: int = 0, labels
             return _row(name, orders[label], found, usual, ideal_s)
 
         for i, (label, plan) in enumerate(contenders.items()):
-            skipped = quick and not labels and i > 1 and i % 2 and label != CHOSEN
+            skipped = quick and not labels and i and i % 2 == 0 and label != CHOSEN
             if label not in wanted or skipped or not plan:
                 continue
             reason = why_not(plan, work, real)
@@ -480,7 +480,7 @@ def measure(name: str, cluster: Cluster, *, quick: bool, traced: int = 0, labels
             rows[label] = rows[twin]._replace(name=label, same_as=twin) if twin else attempt(label)
             slowest_s = max(slowest_s, rows[label].measured_s or 0.0)
             yield rows[label]
-        if not quick and CHOSEN in rows:
+        if CHOSEN in rows:
             yield from _again(rows, attempt, until)
         for label, per_node in _peers(cluster).items():
             if label not in wanted:
@@ -849,7 +849,7 @@ def run(*, quick: bool, only: Sequence[str] = (), traced: int = 0, labels: Seque
         for i, name in enumerate(wanted, 1):
             yield from measure(name, shapes()[name], quick=quick, traced=traced, labels=labels,
                                known={label for where, label in known if where == name}, out=out,
-                               until=start + BUDGET_S * i / len(shapes()), speed=speed)
+                               until=start if quick else start + BUDGET_S * i / len(shapes()), speed=speed)
 
 
 def merged(rows: Sequence[Row], earlier: Sequence[Row]) -> list[Row]:
