@@ -113,15 +113,26 @@ def test_conv_is_the_product_it_says():
 
 
 def test_3x3_convolutions_may_use_fewer_products():
-    """Winograd: 16 products per 2x2 patch in place of 36, where both cut evenly; only for 3x3 with stride 1."""
+    """Winograd: 16 products per 2x2 patch in place of 36, or 36 per 4x4 in place of 144; for 3x3 with stride 1."""
     shape = {"pad": 1, "pad_w": 1, "element": 4}
     d = demand.conv(on(), 56, 256, 32, 32, 256, 3, 3, **shape)
-    assert d.more["tiled_s"][0] == d.more["winograd_s"][0] < d.more["direct_s"][0]
+    assert d.more["tiled_s"][0] == min(d.more[f"{name}_s"][0] for name in ("winograd", "apart", "direct"))
     assert 16 / 36 < d.more["winograd_s"][0] / d.more["direct_s"][0] < 0.75
+    assert 0.2 < d.more["apart_product_s"][0] / d.more["direct_s"][0] < 0.75
     for other in ({"r": 5, "s": 5}, {"stride": 2, "stride_w": 2}, {"dil": 2, "dil_w": 2}):
         d = demand.conv(on(), 56, 256, 32, 32, 256, **{"r": 3, "s": 3, **shape, **other})
-        assert d.more["winograd_s"][0] == 0
+        assert d.more["winograd_s"][0] == d.more["apart_s"][0] == d.more["fused_best_s"][0] == 0
         assert d.more["tiled_s"][0] == d.more["direct_s"][0]
+
+
+def test_blocks_of_fused_winograd_are_those_that_were_launched():
+    """Of 38 images of 5x5 and 326 filters, NeuSight's profile on P100 has a grid of 209 blocks (tile244: two images of
+    4x4 patches); 3x3 patches of 32 fill 342 of 608 places."""
+    d = demand.conv(on(), 38, 893, 5, 5, 326, 3, 3, pad=1, pad_w=1)
+    assert d.more["padded.fused_best"][0] == pytest.approx(19 * 32 / (38 * 9) - 1)
+    assert d.more["padded.fused_first"][0] == pytest.approx(38 * 32 / (38 * 9) - 1)
+    assert d.more["fused_best_s"][0] == pytest.approx(
+        np.ceil(209 / 7) * 2 * 16 * 32 * 32 * 893 / (on().rates[0, TENSOR] / 7))
 
 
 def test_padding_of_a_convolutions_tiles():

@@ -29,9 +29,9 @@ more count as this many, or the devices that were measured most would decide for
 TREES, DEPTH, RATE, BORDERS = 300, 8, 0.35, 64
 """Trees cost more time than rows: few deep ones at a high rate on many rows reach what twice as many small steps do."""
 MORE_TREES = {"gemm.16bit": 700, "gemm.fp32": 2000, "attention.context": 500, "attention.decode": 700,
-              "moe.16bit": 1100, "moe.quantized": 700, "conv": 450}
+              "moe.16bit": 1100, "moe.quantized": 700, "conv": 900}
 """Of groups whose held-out error still falls with more of them."""
-SLOWER = {"conv": (7, 0.2), "gemm.fp32": (7, 0.15)}
+SLOWER = {"conv": (7, 0.1), "gemm.fp32": (7, 0.15)}
 """Depth and rate of groups with few rows, chosen among three or four on folds of the rows that are not held out."""
 FOLD_ROWS, FOLD_TREES, FOLD_DEPTH, FOLDS = 12_000, 60, 6, 4
 FOLD_LEAST = 60

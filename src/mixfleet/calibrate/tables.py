@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from mixfleet.calibrate import drift
 from mixfleet.cluster import Device, device_named
 from mixfleet.cost.demand import TYPES, Array
 from mixfleet.cost.query import KINDS
@@ -53,6 +54,7 @@ class Table(NamedTuple):
     columns: dict[str, NDArray[Any]]
     devices: dict[str, Device]
     time_s: Array
+    """As measured, but without the host's part that `drift` tells of."""
     where: NDArray[np.intp]
     """Row of the file."""
     skipped: dict[str, int]
@@ -104,6 +106,8 @@ def read(path: Path, *, optional: bool = False) -> Table | None:
         column = frame[name].fillna(text) if name in frame.columns else pandas.Series(text, index=frame.index)
         columns[name] = column.astype(str).to_numpy(object)
     time = pandas.to_numeric(frame["time_us"], errors="coerce").to_numpy(float) * US
+    if layout.kind == "conv":
+        time = time - drift.host_s(columns)
     if layout.kind == "stream" and "direction" in frame.columns:
         # a backward also reads the gradient of what was written, and writes that of what was read
         back = frame["direction"].astype(str).to_numpy(object) == "bwd"

@@ -373,6 +373,37 @@ PADDED = {"channels": (4, 8, 32), "filters": (16, 32, 64, 128), "width": (2, 4),
 """Edges of the tiles that cuDNN's algorithms cut a convolution into. How much of the tiles is padding decides between
 them, whatever the device: without it, errors of one shape on four GPUs went together (correlation 0.5 to 0.7)."""
 
+GROUPED = ((1, 4, 8), (2, 4, 4), (2, 2, 8), (4, 2, 4), (4, 1, 8), (4, 4, 2))
+"""Images, rows and columns of the 32 patches of 2x2 results that a block of cuDNN's fused Winograd kernels takes, for
+32 filters (`tile148`, ... in their names; the grids of NeuSight's profiles are these)."""
+FFT = (16, 32)
+"""Edges of the tiles that cuDNN transforms by FFT."""
+
+
+def _winograd(mach: Machine, n: Array, image: Array, ho: Array, wo: Array, c_in: Array, c_out: Array, groups: Array,
+              element: Array) -> dict[str, Array]:
+    """Seconds of cuDNN's Winograd kernels of 3x3 convolutions with stride 1, and the padding of the first ones' blocks.
+
+    `fused`: patches of 2x2 in one kernel, by what the busiest SM multiplies; `apart`: patches of 4x4, as 36 products
+    between kernels that write transformed filters, images and results to DRAM and read them again.
+    """
+    per_sm, dram = mach.rates[:, TENSOR] / mach.sms, mach.rates[:, DRAM]
+    high, wide = np.ceil(ho / 2), np.ceil(wo / 2)
+    blocks = [np.ceil(n / i) * np.ceil(high / y) * np.ceil(wide / x) for i, y, x in GROUPED]
+    found = {}
+    for name, count in (("first", blocks[0]), ("best", np.minimum.reduce(blocks))):
+        tasks = count * groups * np.ceil(c_out / groups / 32)
+        found[f"fused_{name}_s"] = np.ceil(tasks / mach.sms) * 2 * 16 * 32 * 32 * c_in / groups / per_sm
+        found[f"padded.fused_{name}"] = count * 32 / (n * high * wide) - 1
+    patches = n * np.ceil(ho / 4) * np.ceil(wo / 4)
+    tiles = {t: 36 * groups * np.ceil(patches / t[0]) * np.ceil(c_out / groups / t[1]) for t in TILES}
+    apart = {"product_s": _product(mach, tiles, c_in / groups, element, element)[5],
+             "filter_s": element * c_in * c_out / groups * (9 + 2 * 36) / dram,
+             "image_s": element * c_in * (image + 2 * 36 * patches) / dram,
+             "output_s": element * c_out * (n * ho * wo + 2 * 36 * patches) / dram}
+    return {**found, **{f"apart_{name}": seconds for name, seconds in apart.items()},
+            "apart_s": np.sum(list(apart.values()), axis=0)}
+
 
 def conv(mach: Machine, n: Any, c_in: Any, h: Any, w: Any, c_out: Any, r: Any, s: Any, *, stride: Any = 1,
          stride_w: Any = 1, pad: Any = 0, pad_w: Any = 0, dil: Any = 1, dil_w: Any = 1, groups: Any = 1,
@@ -401,7 +432,18 @@ def conv(mach: Machine, n: Any, c_in: Any, h: Any, w: Any, c_out: Any, r: Any, s
                        ("patches", patches)):
         for edge in PADDED[name]:
             more[f"padded.{name}{edge}"] = np.ceil(size / edge) * edge / size - 1
-    more["tiled_s"] = np.where(fits, np.minimum(d.more["tiled_s"], winograd), d.more["tiled_s"])
+    kernels = _winograd(mach, n, inputs, ho, wo, c_in, c_out, groups, element)
+    more |= {name: np.where(fits, values, 0) for name, values in kernels.items()}
+    for edge in FFT:
+        able = (stride == 1) & (stride_w == 1) & (dil == 1) & (dil_w == 1) & (r > 1) & (np.maximum(r, s) < edge)
+        tiles = n * np.ceil(ho / np.maximum(edge - r + 1, 1)) * np.ceil(wo / np.maximum(edge - s + 1, 1))
+        points = edge * (edge / 2 + 1)  # complex: 8 FLOP per product and sum, twice the bytes, written and read
+        multiply = 8 * points * tiles * per_in * c_out / mach.rates[:, TENSOR]
+        moved = 4 * element * points * (tiles * (c_in + c_out) + per_in * c_out) / mach.rates[:, DRAM]
+        more |= {f"fft{edge}_s": np.where(able, multiply + moved, 0),
+                 f"fft{edge}_product_s": np.where(able, multiply, 0)}
+    faster = np.minimum(winograd, kernels["apart_s"])
+    more["tiled_s"] = np.where(fits, np.minimum(d.more["tiled_s"], faster), d.more["tiled_s"])
     more |= {"direct_s": d.more["tiled_s"], "winograd_s": np.where(fits, winograd, 0),
              "lowered_s": element * pixels * c_in * window / mach.rates[:, DRAM],
              "in_cache": total[:, DRAM] / mach.cache_bytes, "filter_s": element * c_out * per_in * window /

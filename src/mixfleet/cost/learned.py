@@ -29,7 +29,7 @@ from mixfleet.cost.deviations import Deviations
 from mixfleet.errors import InputError
 from mixfleet.spec import Spec
 
-VERSION = 2
+VERSION = 3
 """Of the meaning of features and coefficients; a file of another version is refused."""
 FILE = "kernels.npz"
 FALLBACK_EFFICIENCY = 0.6
