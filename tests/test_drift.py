@@ -5,6 +5,8 @@ import pytest
 
 from mixfleet.calibrate import drift
 from mixfleet.calibrate.tables import read
+from mixfleet.calibrate.validate import kernels as validate
+from mixfleet.cost import query
 
 pandas = pytest.importorskip("pandas")
 pytest.importorskip("pyarrow")
@@ -23,7 +25,7 @@ def test_the_host_never_takes_less_later():
         assert list(grown_us) == sorted(grown_us)
 
 
-def test_tables_hold_times_without_what_the_host_grew_by(tmp_path):
+def test_tables_tell_what_the_host_grew_by_and_validation_counts_it(tmp_path):
     """At place 2250, half of the way from the fifth point to the sixth; other sources and shapes stay as they are."""
     middle = next(shape for shape, place in drift.order().items() if place == 2250)
     shapes = [middle, FIRST, middle, (2, 3, 7, 11)]
@@ -33,4 +35,9 @@ def test_tables_hold_times_without_what_the_host_grew_by(tmp_path):
     frame["w"] = frame["h"]
     frame.to_parquet(tmp_path / "conv.parquet")
     table = read(tmp_path / "conv.parquet")
-    assert np.allclose(table.time_s * 1e6, [1000 - (200 + 300) / 2, 1000, 1000, 1000])
+    assert np.allclose(table.time_s * 1e6, 1000)
+    assert np.allclose(table.host_s * 1e6, [(200 + 300) / 2, 0, 0, 0])
+    rows = validate(tmp_path / "conv.parquet", print).rows
+    kernels = query.predict("conv", table.columns, table.devices, emulate=True)
+    assert [r.measured_s for r in rows] == pytest.approx([1e-3] * 4)
+    assert [r.predicted_s for r in rows] == pytest.approx((kernels.time_s + table.host_s).tolist())

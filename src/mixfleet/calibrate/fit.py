@@ -89,7 +89,7 @@ def samples(folder: Path, rows: int = ROWS, groups: Sequence[str] = ()) -> dict[
         names = sorted({name for part in parts for name in part.columns})
         columns = {name: np.concatenate([part.column(name) for part in parts]) for name in names}
         devices = {name: d for part in parts for name, d in part.devices.items()}
-        times = np.concatenate([part.time_s for part in parts])
+        times = np.concatenate([part.time_s - part.host_s for part in parts])
         pairs, which = query.texts_of(columns, ("dtype", "op"), len(times))
         group = np.array([query.group_of(kind, *pair) for pair in pairs], dtype=object)[which]
         known |= set(group)

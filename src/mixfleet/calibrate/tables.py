@@ -54,7 +54,9 @@ class Table(NamedTuple):
     columns: dict[str, NDArray[Any]]
     devices: dict[str, Device]
     time_s: Array
-    """As measured, but without the host's part that `drift` tells of."""
+    """As measured."""
+    host_s: Array
+    """What of it is no kernel's, but the host's (`drift`)."""
     where: NDArray[np.intp]
     """Row of the file."""
     skipped: dict[str, int]
@@ -79,7 +81,7 @@ def read(path: Path, *, optional: bool = False) -> Table | None:
         if have.issuperset(marks):
             if optional:
                 return None
-            return Table("", {}, {}, np.zeros(0), np.zeros(0, np.intp), {
+            return Table("", {}, {}, np.zeros(0), np.zeros(0), np.zeros(0, np.intp), {
                 f"{what}; kernels that can be predicted are {', '.join(LAYOUTS)}": len(frame)})
     found = [x for x in LAYOUTS.values() if have.issuperset(x.marks)]
     if not found and path.stem in LAYOUTS:
@@ -106,8 +108,7 @@ def read(path: Path, *, optional: bool = False) -> Table | None:
         column = frame[name].fillna(text) if name in frame.columns else pandas.Series(text, index=frame.index)
         columns[name] = column.astype(str).to_numpy(object)
     time = pandas.to_numeric(frame["time_us"], errors="coerce").to_numpy(float) * US
-    if layout.kind == "conv":
-        time = time - drift.host_s(columns)
+    host = drift.host_s(columns) if layout.kind == "conv" else np.zeros(rows)
     if layout.kind == "stream" and "direction" in frame.columns:
         # a backward also reads the gradient of what was written, and writes that of what was read
         back = frame["direction"].astype(str).to_numpy(object) == "bwd"
@@ -125,7 +126,7 @@ def read(path: Path, *, optional: bool = False) -> Table | None:
     reason = np.full(rows, "", dtype=object)
     for name in kind.size:
         reason[~(columns[name] > 0)] = f"{name} is not positive"
-    reason[~(np.isfinite(time) & (time > 0))] = "time is not a positive number"
+    reason[~(np.isfinite(time) & (time > host))] = "time is not a positive number"
     for dtype in sorted(set(columns["dtype"]) - set(TYPES)):
         reason[columns["dtype"] == dtype] = f"data type {dtype!r}"
     for name, why in no_device.items():
@@ -137,5 +138,5 @@ def read(path: Path, *, optional: bool = False) -> Table | None:
         reason[frame["suspect"].fillna(False).to_numpy(bool)] = "marked suspect"
     keep = np.flatnonzero(reason == "")
     counted = Counter(reason[reason != ""])
-    return Table(layout.kind, {k: v[keep] for k, v in columns.items()}, devices, time[keep], keep,
+    return Table(layout.kind, {k: v[keep] for k, v in columns.items()}, devices, time[keep], host[keep], keep,
                  dict(sorted(counted.items(), key=lambda item: -item[1])))

@@ -139,7 +139,8 @@ AT_ONCE = 500_000
 
 
 def kernels(path: Path, progress: Progress, sample: int = 0) -> Result:
-    """A file of kernel times in the format of the measured data."""
+    """A file of kernel times in the format of the measured data. Predictions count what of a source's times is the
+    host's (`calibrate.drift`)."""
     table = read(path)
     assert table is not None
     at = np.arange(len(table.time_s))
@@ -151,11 +152,12 @@ def kernels(path: Path, progress: Progress, sample: int = 0) -> Result:
     for start in range(0, len(at), AT_ONCE):
         part = at[start:start + AT_ONCE]
         columns = {name: values[part] for name, values in table.columns.items()}
-        times = query.predict(table.kind, columns, table.devices, emulate=True)
+        times, host = query.predict(table.kind, columns, table.devices, emulate=True), table.host_s[part]
         what = [names.setdefault(pair, " ".join(pair)) for pair in zip(columns["op"], columns["dtype"])]
         rows += [Row(*row) for row in zip(table.where[part].tolist(), columns["source"], columns["gpu"], what,
-                                          table.time_s[part].tolist(), times.time_s.tolist(), times.low_s.tolist(),
-                                          times.high_s.tolist(), times.ceiling_s.tolist(), times.binds)]
+                                          table.time_s[part].tolist(), *((t + host).tolist() for t in (
+                                              times.time_s, times.low_s, times.high_s, times.ceiling_s)),
+                                          times.binds)]
         if len(at) > AT_ONCE:
             progress(f"{len(rows):,} of {len(at):,} kernels predicted")
     return result(path, rows, table.skipped)
