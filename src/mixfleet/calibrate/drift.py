@@ -3,9 +3,10 @@
 Its script (Lee et al., 2025: `neusight/Dataset/collect.py`) times 5,000 random 3x3 convolutions in one process, cuDNN's
 search on, with an event before the call and one after it. What the host does between the first event and the launch
 grows with the shapes that came before: on A100, P100, P4 and T4 no shape takes less than 59, 108, 73 and 66 us among
-the first, and 355, 801, 783 and 456 us among the last 250, however small. Long kernels are longer by as much. The other
-operators of that script keep their floor to the end. The data has the shapes sorted, but their order is that in which
-the generator (`neusight/Dataset/dims.py`) draws them.
+the first, and 355, 801, 783 and 456 us among the last 250, however small. Long kernels are longer by as much. Most
+other operators of that script keep their floor to the end on A100 and P100; layer norms, linear layers and batched
+products, which it takes by size, rise as they grow, and are left as they are. The data has the shapes sorted, but their
+order is that in which the generator (`neusight/Dataset/dims.py`) draws them.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ GROWN_US = {"A100-PCIe-80GB": (0, 6, 23, 43, 66, 86, 118, 148, 208, 255, 305),
             "P4": (0, 22, 81, 136, 203, 293, 349, 428, 517, 620, 707),
             "T4": (0, 25, 42, 92, 132, 174, 217, 274, 321, 354, 406)}
 """By how much the host's time has grown after each `STEP` shapes: the line through these points from which kernels
-predicted below 1 ms deviate least (absolute differences over the prediction; rows that are not held out)."""
+predicted below 1 ms deviate least (absolute differences over the prediction; rows that are not held out). Found once,
+with the coefficients of convolutions as they were before; `calibrate fit` takes them as given."""
 
 
 @cache

@@ -126,7 +126,8 @@ def read(path: Path, *, optional: bool = False) -> Table | None:
     reason = np.full(rows, "", dtype=object)
     for name in kind.size:
         reason[~(columns[name] > 0)] = f"{name} is not positive"
-    reason[~(np.isfinite(time) & (time > host))] = "time is not a positive number"
+    reason[time <= host] = "time is not above the host's part of it"
+    reason[~(np.isfinite(time) & (time > 0))] = "time is not a positive number"
     for dtype in sorted(set(columns["dtype"]) - set(TYPES)):
         reason[columns["dtype"] == dtype] = f"data type {dtype!r}"
     for name, why in no_device.items():

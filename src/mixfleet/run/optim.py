@@ -17,6 +17,9 @@ from mixfleet.job import Optimizer
 
 _CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}
 """Elements updated at a time: on a CPU both passes over them stay in cache, on a GPU temporaries stay bounded."""
+_VECTOR_BYTES = 64
+"""What PyTorch's CPU kernels compute at once, or a multiple of it. They work what is left at the end of a tensor by
+scalar instructions, which may round otherwise."""
 
 
 def learning_rate(rule: Optimizer, step: int, steps: int) -> float:
@@ -29,11 +32,6 @@ def learning_rate(rule: Optimizer, step: int, steps: int) -> float:
     progress = min(1.0, (step - rule.warmup_steps) / max(1, end - rule.warmup_steps))
     left = 1 - progress if rule.decay == "linear" else (1 + math.cos(math.pi * progress)) / 2
     return rule.min_lr + (rule.lr - rule.min_lr) * left
-
-
-_VECTOR_BYTES = 64
-"""What PyTorch's CPU kernels compute at once, or a multiple of it. They work what is left at the end of a tensor by
-scalar instructions, which may round otherwise."""
 
 
 class Run(NamedTuple):
