@@ -105,8 +105,8 @@ def read(path: Path, *, optional: bool = False) -> Table | None:
         values = frame[name] if name in frame.columns else pandas.Series(default, index=frame.index)
         columns[name] = pandas.to_numeric(values, errors="coerce").to_numpy(float)
     for name, text in {"source": "", "gpu": "", "dtype": "", "backend": "", **kind.texts}.items():
-        column = frame[name].fillna(text) if name in frame.columns else pandas.Series(text, index=frame.index)
-        columns[name] = column.astype(str).to_numpy(object)
+        column = frame[name] if name in frame.columns else pandas.Series(text, index=frame.index)
+        columns[name] = column.astype(object).fillna(text).astype(str).to_numpy(object)
     time = pandas.to_numeric(frame["time_us"], errors="coerce").to_numpy(float) * US
     host = drift.host_s(columns) if layout.kind == "conv" else np.zeros(rows)
     if layout.kind == "stream" and "direction" in frame.columns:
@@ -133,7 +133,7 @@ def read(path: Path, *, optional: bool = False) -> Table | None:
     for name, why in no_device.items():
         reason[columns["gpu"] == name] = why
     if "kernel_config" in frame.columns:
-        config = frame["kernel_config"].fillna("").astype(str).to_numpy(object)
+        config = frame["kernel_config"].astype(object).fillna("").astype(str).to_numpy(object)
         reason[[bool(c) and "default" not in c for c in config]] = "kernel configuration set by hand"
     if "suspect" in frame.columns:
         reason[frame["suspect"].fillna(False).to_numpy(bool)] = "marked suspect"
