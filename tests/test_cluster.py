@@ -55,6 +55,13 @@ def test_a_file_becomes_a_cluster(load):
     assert lab.node_of == (0, 0, 1, 1, 2, 2)
 
 
+def test_a_locked_clock_is_read_and_written(load, tmp_path):
+    lab = load(LAB.replace("power: 300", "clock: 0.9"))
+    assert [d.clock for d in lab.devices] == [None, None, None, 0.9, None, 0.9]
+    lab.save(tmp_path / "again.yaml")
+    assert Cluster.load(tmp_path / "again.yaml") == lab
+
+
 def test_a_path_passes_the_shared_ports_of_every_level(load):
     lab = load(LAB)
     path = lab.path(1, 4)
@@ -112,6 +119,8 @@ def test_a_measured_matrix_replaces_the_levels(load):
     ("device: RTX4090, flops", "device: RTX4080, flops", r"c\.yaml:12: nodes\[1\]\.devices\[1\]: unknown device"),
     ("bf16: 120 T", "bf17: 120 T", r"c\.yaml:12: nodes\[1\]\.devices\[1\]: device RTX4090: flops has 'bf17'"),
     ("power: 300", "power: -300", r"c\.yaml:12: .*power_w is -300.0; it cannot be negative"),
+    ("power: 300", "clock: 1.2", r"c\.yaml:12: .*clock is 1.2; it must be above 0 and at most 1"),
+    ("power: 300", "clock: 0.9, kind: cpu", r"c\.yaml:12: .*clock is for GPUs; a part of a CPU's time is its share"),
     ("power: 300", "share: 1.5", r"c\.yaml:12: .*share is 1.5; it must be above 0 and at most 1"),
     ("count: 2}", "count: 0}", r"c\.yaml:5: nodes\[0\]\.devices: count is 0; it must be 1 to 1,000,000"),
     ("count: 2}", "count: 100000000000000000000}", r"c\.yaml:5: nodes\[0\]\.devices: count is 1000.*it must be 1 to"),

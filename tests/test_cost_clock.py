@@ -35,3 +35,12 @@ def test_tensor_units_slow_down_and_memory_does_not():
     assert held.forward_s == pytest.approx(plain.forward_s + tensor_s * (1 / held_clock(h100, "bf16") - 1))
     assert held.recompute_s == held.forward_s
     assert held.weight_s == pytest.approx(plain.weight_s / held_clock(h100, "bf16"))
+
+
+def test_a_stated_clock_goes_before_the_one_that_power_allows():
+    h100 = device_named("H100-SXM")
+    locked = h100.replace(clock=0.75)
+    assert held_clock(locked, "bf16") == held_clock(locked, "tf32") == 0.75
+    assert held_clock(locked, "fp32") == 1  # not by tensor units
+    assert held_clock(locked.replace(efficiency={"gemm": 0.7}), "bf16") == 0.75
+    assert held_clock(h100.replace(clock=1.0), "bf16") == 1 > held_clock(h100, "bf16")

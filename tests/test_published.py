@@ -372,6 +372,22 @@ def test_hidden_exchanges_leave_one_piece_bare(tmp_path):
     assert bare - hidden == pytest.approx(exchanged / 2)
 
 
+def test_rows_move_to_experts_behind_other_micro_batches(tmp_path):
+    """All but those of one, for as long as there is computing to hide behind."""
+    assert [frameworks.bridged(Framework(), f"release {r}; Megatron-Bridge; precision {p}").hides_experts
+            for r, p in (("26.06", "MXFP8"), ("27.02.01", "MXFP8"), ("26.04.01", "MXFP8"), ("26.06", "BF16"))] == [
+        True, True, False, False]
+    found = case(tmp_path, **ROUTED, global_batch="24")
+    device, micros = found.cluster.devices[0], 3
+    assert len(found.plan.pipelines[0].micro_batches) == micros
+    step = published.predict(found.plan, found.job, found.cluster)
+    whole, hidden = (frameworks.step_s(step, found.plan, found.job, device, Framework(hides_experts=h))
+                     for h in (False, True))
+    exchanged = sum(s.fraction for s in step.critical if s.category == "expert")
+    assert exchanged > 0
+    assert whole - hidden == pytest.approx(2 / 3 * min(exchanged, 1 - exchanged) * step.step_s)
+
+
 def test_separate_kernels_move_more():
     plain, slow = (layer(Framework(activation_passes=p, dropout=d)) for p, d in (((0, 0), 0), ((16, 20), 2.25)))
     more = {a.name: (b.traffic.at(3, 128, 1) - a.traffic.at(3, 128, 1)) for a, b in zip(plain, slow)}
@@ -410,6 +426,9 @@ def test_a_run_that_states_no_recompute_recomputes_as_little_as_lets_it_fit(tmp_
     assert full.fits
     assert some.fits
     assert none.step_s < some.step_s < full.step_s
+    moved = published.score(large._replace(recompute="offloaded"))
+    assert (moved.step_s, moved.ceiling_s, moved.fits) == (none.step_s, none.ceiling_s, True)
+    assert moved.peak_bytes == some.peak_bytes
     half = published.score(large._replace(recompute="half"))
     assert half.step_s == pytest.approx((none.step_s + full.step_s) / 2)
 
@@ -421,6 +440,16 @@ def test_narrow_types_are_those_of_the_layers_products(tmp_path):
         found = case(tmp_path, id=run, **hopper).job
         assert (found.precision, found.products) == ("bf16", products)
     assert case(tmp_path, gpu="B200", dtype="nvfp4").job.products == "nvfp4"
+
+
+def test_runs_of_megatron_bridge_hold_their_clock_in_narrow_types_and_recompute_no_layers(tmp_path):
+    hopper = {"gpu": "H100-80GB", "recompute": ""}
+    for run, dtype, clock, recompute, gradients in (
+            ("mbridge-1.step", "fp8", 1.0, "offloaded", 2), ("mbridge-1.step", "bf16", None, "offloaded", 2),
+            ("dgxc-1.step", "fp8", None, "as needed", 4)):
+        found = case(tmp_path, id=run, dtype=dtype, **hopper)
+        assert {d.clock for d in found.cluster.devices} == {clock}
+        assert (found.recompute, found.job.bytes.gradient_bytes) == (recompute, gradients)
 
 
 def test_key_heads_follow_from_the_number_of_parameters(tmp_path):

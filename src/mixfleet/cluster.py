@@ -77,6 +77,9 @@ class Device(Spec, frozen=True, kw_only=True, dict=True):
     """NVLink, xGMI: bytes per second and direction out of this device; 0 where it has none."""
     pcie_Bps: float = 0.0
     power_w: float = 0.0
+    clock: float | None = None
+    """Part of the clock of kernels measured alone that tensor units hold through whole steps; None: what `power_w`
+    allows (`cost.clock`). For cards whose clocks are locked, or known to hold."""
     price_per_hour: float | None = None
     efficiency: dict[str, float] = {}
     """Fraction of the roofline reached, per op kind; overrides the default of `cost.kernels`."""
@@ -118,6 +121,10 @@ class Device(Spec, frozen=True, kw_only=True, dict=True):
         for op, value in self.efficiency.items():
             if value <= 0:
                 raise InputError(f"device {self.name}: efficiency[{op}] is {value}; it must be positive")
+        if self.clock is not None and not 0 < self.clock <= 1:
+            raise InputError(f"device {self.name}: clock is {self.clock}; it must be above 0 and at most 1")
+        if self.clock is not None and self.kind == "cpu":
+            raise InputError(f"device {self.name}: clock is for GPUs; a part of a CPU's time is its share")
         if not 0 < self.share <= 1:
             raise InputError(f"device {self.name}: share is {self.share}; it must be above 0 and at most 1")
 

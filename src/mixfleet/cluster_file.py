@@ -96,6 +96,7 @@ class _DeviceForm(Spec, frozen=True, kw_only=True):
     link_bandwidth: _Rate | None = None
     pcie_bandwidth: _Rate | None = None
     power: float | None = None
+    clock: float | None = None
     price_per_hour: float | None = None
     efficiency: dict[str, float] | None = None
     launch: _Seconds | None = None

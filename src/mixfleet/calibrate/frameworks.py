@@ -72,6 +72,8 @@ class Framework(NamedTuple):
     """Temporaries of the loss, per logit, beside the logits themselves: their softmax in fp32 and their gradient."""
     hides_tensor: bool = False
     """Whether what a tensor group exchanges moves in pieces, while the products before or behind it compute others."""
+    hides_experts: bool = False
+    """Whether rows move to experts and back while another micro-batch computes."""
     variables: tuple[float, int] = (0.0, 0)
     """Of every micro-batch, beyond adding up gradients: times that these are read or written in fp32, and kernels per
     parameter tensor that the host issues for it."""
@@ -135,6 +137,8 @@ CHUNKED_LOSS = FP32_LOGITS / 8
 """In chunks of an eighth of the tokens (torchtune)."""
 LOSS_COMPILED_SINCE = 2025
 """Year from which on torchtitan compiles its loss when it compiles its layers."""
+HIDES_EXPERTS_SINCE = 26, 6
+"""Release of Megatron Bridge from which on its mxfp8 recipes hide exchanges with experts."""
 KERNELS_BYTES = 550 * MiB
 """More that a context takes without lazy loading: about 1.3 GB in all (Hugging Face's guide to training on one GPU)."""
 IN_PRODUCTS, IN_16_BITS = 0.0, 0.6
@@ -198,6 +202,14 @@ def of(source: str, dtype: str = "", settings: str = "") -> Framework:
         found = found._replace(hides_tensor=True)
     looping = source in LOOPING or ("framework=PyTorch" in settings and "fine-tuning" in settings)
     return found._replace(optimizer="loop") if looping and dtype not in ("fp16", "bf16") else found
+
+
+def bridged(framework: Framework, settings: str) -> Framework:
+    """That of Megatron Bridge by the release that a row states, whose recipes of models with experts in mxfp8 hide
+    their exchanges from 26.06 on (`moe_a2a_overlap` of its tags 0.3 to 0.5)."""
+    release = re.search(r"release (\d+)\.(\d+)", settings)
+    is_late = release is not None and (int(release[1]), int(release[2])) >= HIDES_EXPERTS_SINCE
+    return framework._replace(hides_experts=is_late and "MXFP8" in settings)
 
 
 def tuned(framework: Framework, owner: str, model: str, settings: str, *, alone: bool) -> Framework:
@@ -356,7 +368,8 @@ def step_s(found: Prediction, plan: Plan, job: Job, device: Device, framework: F
     """Seconds of a step, from the simulated one: without overlap if there is none (`found` has a trace then), with the
     framework's optimizer, and with its way of adding up gradients.
 
-    Exchanges of a tensor group of t that move in pieces leave one of t pieces bare.
+    Exchanges of a tensor group of t that move in pieces leave one of t pieces bare; those with experts, which hide
+    behind other micro-batches' computing for as long as that takes, those of one micro-batch.
     """
     seconds = found.step_s
     if not framework.overlaps and found.trace:
@@ -367,6 +380,10 @@ def step_s(found: Prediction, plan: Plan, job: Job, device: Device, framework: F
     if framework.hides_tensor:
         tensor = max(stage.tensor for p in plan.pipelines for stage in p.stages)
         seconds -= (1 - 1 / tensor) * sum(s.fraction for s in found.critical if s.category == "tensor") * found.step_s
+    if framework.hides_experts:
+        micros = max(len(p.micro_batches) for p in plan.pipelines)
+        bare = sum(s.fraction for s in found.critical if s.category == "expert") * found.step_s
+        seconds -= (1 - 1 / micros) * min(bare, found.step_s - bare)
     updating = sum(s.fraction for s in found.critical if s.category == "optimizer") * found.step_s
     each = 10**9
     seconds += updating_s(updating * optimizer_s(each, device, job, implementation="foreach" if framework.optimizer

@@ -15,8 +15,11 @@ def held_clock(device: Device, precision: str) -> float:
     """1 where power suffices for the tensor units at work, less where it does not; 1 for devices measured by the user.
 
     Dynamic power grows with frequency and the square of the voltage, so what a device lacks in watts costs it less in
-    clock: `(watts per TFLOP/s / KNEE_W) ** THROTTLE`. TF32 keeps the same units as busy as 16 bits do.
+    clock: `(watts per TFLOP/s / KNEE_W) ** THROTTLE`. TF32 keeps the same units as busy as 16 bits do. A device that
+    says itself what it holds has that.
     """
+    if device.clock is not None and compute_dtype(device, precision) != "fp32":
+        return device.clock
     return _held_clock(device, precision, efficiency.THROTTLE)
 
 
