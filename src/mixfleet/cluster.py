@@ -78,8 +78,8 @@ class Device(Spec, frozen=True, kw_only=True, dict=True):
     pcie_Bps: float = 0.0
     power_w: float = 0.0
     clock: float | None = None
-    """Part of the clock of kernels measured alone that tensor units hold through whole steps; None: what `power_w`
-    allows (`cost.clock`). For cards whose clocks are locked, or known to hold."""
+    """Part of the clock of kernels measured alone that products and attention have in whole steps; None: what `power_w`
+    allows (`cost.clock`). For GPUs whose clocks are locked, or known to hold."""
     price_per_hour: float | None = None
     efficiency: dict[str, float] = {}
     """Fraction of the roofline reached, per op kind; overrides the default of `cost.kernels`."""

@@ -72,6 +72,12 @@ class Framework(NamedTuple):
     """Temporaries of the loss, per logit, beside the logits themselves: their softmax in fp32 and their gradient."""
     hides_tensor: bool = False
     """Whether what a tensor group exchanges moves in pieces, while the products before or behind it compute others."""
+    offloads: bool = False
+    """Whether activations that do not fit move to the host, behind computing, where others make layers again."""
+    adds_16_bits: bool = False
+    """Whether gradients are kept, added up and exchanged in the type of the weights."""
+    holds_clock: bool = False
+    """Whether devices hold their clock where products are narrow, whatever their power."""
     hides_experts: bool = False
     """Whether rows move to experts and back while another micro-batch computes."""
     variables: tuple[float, int] = (0.0, 0)
@@ -156,6 +162,9 @@ HOOK_S = 0.45e-3
 """ZeRO-3 of DeepSpeed has hooks in Python around every module, forward and backward, which look for what to gather
 next. No source states what one takes: so much in fine-tuning of Qwen-1.8B on one GPU, whose micro-batches take 0.26 s
 of 256 to 2,048 tokens alike."""
+MEGATRON_BRIDGE = NEMO._replace(loss_bytes=ONLINE_LOSS, offloads=True, adds_16_bits=True, holds_clock=True)
+"""Of its performance recipes (tags 0.2 to 0.6): `cpu_offloading_num_layers`, `grad_reduce_in_fp32=False`. That clocks
+hold is in no recipe but read off its runs in narrow types, on four kinds of GPU (docs/accuracy.md)."""
 XLA = Framework(gates_fused=True, loss_bytes=ONLINE_LOSS)
 EAGER_LLAMA = Framework(norm_passes=EAGER_RMSNORM, rotated=EAGER_ROTATION)
 HUGGING_FACE = Framework(dropped=True, score_passes=EAGER_SOFTMAX, copied=2.0, dropout=2.25)
@@ -164,7 +173,7 @@ FRAMEWORKS: dict[str, Framework] = {
     "sailor": MEGATRON_DEEPSPEED._replace(dropped=False, score_passes=SCALED_SOFTMAX, adding=1.0, lazy=True),
     "megatron": Framework(expandable=False, dropped=True, joined=True, score_passes=FUSED_SOFTMAX, adding=IN_16_BITS),
     "simumax": MEGATRON_CORE._replace(overlaps=False, counted="allocated"),
-    "dgxc": NEMO, "nemo": NEMO, "mbridge": NEMO._replace(loss_bytes=ONLINE_LOSS),
+    "dgxc": NEMO, "nemo": NEMO, "mbridge": MEGATRON_BRIDGE,
     "llmfoundry": Framework(copies_weights=False, joined=True, flash=1),
     "torchtitan": EAGER_LLAMA._replace(copies_weights=False, counted="reserved", flash=2, saves_narrow=False,
                                        logit_bytes=FP32_LOGITS),
@@ -205,8 +214,8 @@ def of(source: str, dtype: str = "", settings: str = "") -> Framework:
 
 
 def bridged(framework: Framework, settings: str) -> Framework:
-    """That of Megatron Bridge by the release that a row states, whose recipes of models with experts in mxfp8 hide
-    their exchanges from 26.06 on (`moe_a2a_overlap` of its tags 0.3 to 0.5)."""
+    """That of Megatron Bridge by the release that a row states: most of its recipes of models with experts in mxfp8
+    hide their exchanges from 26.06 on (`moe_a2a_overlap` of its tags 0.3 to 0.5)."""
     release = re.search(r"release (\d+)\.(\d+)", settings)
     is_late = release is not None and (int(release[1]), int(release[2])) >= HIDES_EXPERTS_SINCE
     return framework._replace(hides_experts=is_late and "MXFP8" in settings)

@@ -98,15 +98,6 @@ NARROW: dict[str, ProductsName] = {"fp8": "fp8", "mxfp8": "mxfp8", "nvfp4": "nvf
 SCALED_AT_ONCE = ("mbridge", "torchtitan")
 """Sources whose fp8 has scales from the tensor itself: Megatron Bridge names it, torchtitan's default is dynamic."""
 
-OFFLOADING = ("mbridge",)
-"""Sources whose recipes recompute no whole layers: Megatron Bridge's move activations of as many as do not fit to the
-host while the device computes (`cpu_offloading_num_layers`), or make cheap parts of a layer again."""
-REDUCING_16_BITS = ("mbridge",)
-"""Sources that keep and exchange gradients in the type of the weights (`grad_reduce_in_fp32=False` of its recipes)."""
-UNTHROTTLED = ("mbridge",)
-"""Sources whose GPUs hold their clock where products are narrow. Read off these runs, for what is otherwise missing is
-the same on H100, B200, GB200 and GB300; dgxc's and nemo's runs of a year or two before did not (docs/accuracy.md)."""
-
 FORMS = {"A100": "A100-SXM4", "H100": "H100-SXM", "H200": "H200-SXM", "B200": "B200-SXM", "B300": "B300-SXM",
          "V100": "V100-SXM2", "P100": "P100-SXM2", "A800": "A800-SXM4", "RTXA6000": "A6000",
          "RTXPRO6000": "RTXPRO6000-SE"}
@@ -167,9 +158,8 @@ class Case(NamedTuple):
     peak_bytes: float | None
     where: dict[str, int]
     """Row of the file for `step` and `memory`, from 0."""
-    recompute: Literal["as planned", "as needed", "offloaded", "half", "products"] = "as planned"
-    """Where the row states none, as few layers as let the run fit, which it did, or, in recipes that move activations
-    to the host instead, seconds of none and what fits of bytes; `half` is every second layer, and
+    recompute: Literal["as planned", "as needed", "half", "products"] = "as planned"
+    """Where the row states none, as few layers as let the run fit, which it did; `half` is every second layer, and
     `products` every second product. All lie between the plan, which recomputes nothing, and the same with all
     recomputed; which bytes `products` keeps, the framework says."""
     framework: Framework = Framework()
@@ -231,7 +221,7 @@ def case_of(run: str, metrics: Mapping[str, tuple[int, dict[str, str]]]) -> Case
         framework = framework._replace(logit_bytes=frameworks.COMPILED_LOSS)
     job = Job(name=run, model=model, seq_len=model.max_seq_len, global_batch=_count(row, "global_batch"),
               precision=dtype, attention="eager" if source in EAGER else "auto",  # type: ignore[arg-type]
-              gradient_precision="bf16" if "mp_mode=PURE" in settings or source in REDUCING_16_BITS else "",
+              gradient_precision="bf16" if framework.adds_16_bits or "mp_mode=PURE" in settings else "",
               optimizer=Optimizer(name="sgd" if source in FORWARD_BACKWARD_ONLY else "adamw"))
     zero, is_lora = ASSUMED_ZERO.get(source, 0), "LoRA" in f"{settings} {row['model']}"
     if row.get("source", "").startswith("QwenLM"):
@@ -255,7 +245,7 @@ def case_of(run: str, metrics: Mapping[str, tuple[int, dict[str, str]]]) -> Case
         job = job.replace(products="fp8-current" if at_once else NARROW[narrow])
         if why := lacking(job, cluster.devices):
             raise Inexpressible(why.partition(".")[0])
-        if source in UNTHROTTLED:
+        if framework.holds_clock:
             cluster = _unthrottled(cluster)
     step = _step_s(metrics, job, source, cluster)
     where = {} if step is None else {"step": step[0]}
@@ -265,9 +255,9 @@ def case_of(run: str, metrics: Mapping[str, tuple[int, dict[str, str]]]) -> Case
     if not where:
         raise Inexpressible(f"metric {' and '.join(metrics)} has no conversion")
     stated_recompute = _recompute(row)
-    part: Literal["as planned", "as needed", "offloaded", "half", "products"] = (
-        "products" if stated_recompute == "selective (op)" else "half" if "(" in stated_recompute
-        else "as planned" if stated_recompute else "offloaded" if source in OFFLOADING else "as needed")
+    part: Literal["as planned", "as needed", "half", "products"] = (
+        "as needed" if not stated_recompute else "products" if stated_recompute == "selective (op)"
+        else "half" if "(" in stated_recompute else "as planned")
     return Case(run, source, row["gpu"], plan, job, cluster, step and step[1],
                 _number(peak[1], "value") * GiB if peak else None, where, part, framework)
 
@@ -520,6 +510,7 @@ def cluster_of(row: dict[str, str]) -> Cluster:
 
 
 def _unthrottled(cluster: Cluster) -> Cluster:
+    """With devices that hold the clock at which their kernels were measured."""
     return cluster.replace(nodes=tuple(
         node.replace(devices=tuple(d.replace(clock=1.0) for d in node.devices)) for node in cluster.nodes))
 
@@ -689,13 +680,12 @@ class Score(NamedTuple):
 def score(case: Case) -> Score:
     """Predicts one run, with what its framework does otherwise."""
     plain = _score(case)
-    needed = case.recompute in ("as needed", "offloaded")
-    if case.recompute == "as planned" or (needed and plain.fits):
+    if case.recompute == "as planned" or (case.recompute == "as needed" and plain.fits):
         return plain
     blocks = len(case.job.model.blocks)
     whole = _score(case._replace(plan=_recomputing(case.plan, blocks)))
     part = 0.5
-    if needed:
+    if case.recompute == "as needed":
         part = min(1.0, plain.lacks_bytes / max(1, plain.lacks_bytes - whole.lacks_bytes))
     step_s, ceiling_s, peak, lacks = (a + part * (b - a) for a, b in (
         (plain.step_s, whole.step_s), (plain.ceiling_s, whole.ceiling_s), (plain.peak_bytes, whole.peak_bytes),
@@ -704,10 +694,10 @@ def score(case: Case) -> Score:
         saving = case.framework._replace(saves_products="needed" if case.framework.gates_fused else "all")
         kept = _score(case._replace(plan=_recomputing(case.plan, blocks, "selective"), framework=saving))
         return Score(case, step_s, kept.peak_bytes, ceiling_s, whole.bound, kept.lacks_bytes)
-    if case.recompute == "offloaded":
+    if case.recompute == "as needed" and case.framework.offloads:
         step_s, ceiling_s, whole = plain.step_s, plain.ceiling_s, whole._replace(bound=plain.bound)
     return Score(case, step_s, round(peak), ceiling_s, whole.bound, min(round(lacks), whole.lacks_bytes)
-                 if needed else round(lacks))
+                 if case.recompute == "as needed" else round(lacks))
 
 
 def _recomputing(plan: Plan, blocks: int, mode: Recompute = "full") -> Plan:

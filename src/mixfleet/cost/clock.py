@@ -18,7 +18,7 @@ def held_clock(device: Device, precision: str) -> float:
     clock: `(watts per TFLOP/s / KNEE_W) ** THROTTLE`. TF32 keeps the same units as busy as 16 bits do. A device that
     says itself what it holds has that.
     """
-    if device.clock is not None and compute_dtype(device, precision) != "fp32":
+    if device.clock is not None:
         return device.clock
     return _held_clock(device, precision, efficiency.THROTTLE)
 

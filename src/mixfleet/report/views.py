@@ -130,6 +130,7 @@ def device(this: Device) -> View:
         ("link", some(this.link_Bps, show_rate(this.link_Bps))),
         ("PCIe", some(this.pcie_Bps, show_rate(this.pcie_Bps))),
         ("power", some(this.power_w, f"{this.power_w:.0f} W")),
+        ("clock held", "" if this.clock is None else percent(this.clock)),
         ("price", "" if this.price_per_hour is None else f"{this.price_per_hour:.2f} per hour"),
         ("cores", ", ".join(map(str, this.cores))),
         ("share of them", some(this.share < 1, percent(this.share))),
