@@ -229,3 +229,13 @@ def test_output_that_cannot_be_written(run, tmp_path):
     (tmp_path / "file").write_text("")
     traces(tmp_path / "run")
     fails(run("compare", tmp_path / "run", "--html", tmp_path / "file" / "page.html"), 2, "cannot be written")
+
+
+def test_a_device_file_is_shown_with_the_clock_it_states(run, tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("mixfleet: device/1\nbase: H100-SXM\nname: locked\nclock: 0.8\n")
+    code, out, _ = run("show", path)
+    assert code == 0
+    assert any(line.split() == ["clock", "held", "80.0", "%"] for line in out.splitlines())
+    path.write_text(path.read_text().replace("0.8", "7"))
+    fails(run("show", path), 2, "mine.yaml: device locked: clock is 7.0; it must be above 0 and at most 1")

@@ -21,7 +21,7 @@ LISTS = ("devices", "instances", "models")
 @click.argument("thing")
 @json_option
 def show(thing: str, as_json: bool) -> None:
-    """Print a cluster, job, plan or trace file, a model config.json, or something known by name.
+    """Print a cluster, device, job, plan or trace file, a model config.json, or something known by name.
 
     THING is a file; the name of a device, an instance or a model (A100-SXM4-80GB, p4d.24xlarge, llama-3-8b); or one of
     the lists: devices, instances, models.
@@ -38,6 +38,7 @@ def show(thing: str, as_json: bool) -> None:
 
 def _file(path: Path) -> tuple[View, Any]:
     from mixfleet.cluster import Cluster
+    from mixfleet.cluster_file import load_device
     from mixfleet.files import FORMAT_KEY, read_yaml
     from mixfleet.job import Job
     from mixfleet.plan import Plan
@@ -50,6 +51,9 @@ def _file(path: Path) -> tuple[View, Any]:
     if kind == "cluster":
         cluster = Cluster.load(path)
         return views.cluster(cluster), cluster
+    if kind == "device":
+        device = load_device(path)
+        return views.device(device), device
     if kind == "job":
         job = Job.load(path)
         return views.job(job), job
@@ -57,7 +61,7 @@ def _file(path: Path) -> tuple[View, Any]:
         plan = Plan.load(path)
         beside = path.parent / plan.cluster
         return views.plan(plan, Cluster.load(beside) if plan.cluster and beside.is_file() else None), plan
-    raise InputError("not a file of mixfleet: cluster, job and plan files start with 'mixfleet: <kind>/1'",
+    raise InputError("not a file of mixfleet: cluster, device, job and plan files start with 'mixfleet: <kind>/1'",
                      where=str(path))
 
 
