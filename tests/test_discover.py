@@ -149,9 +149,7 @@ def test_messages_take_time_of_the_core():
     first, second = run_pinned("mixfleet.calibrate.links:messages", [(A,), (A,)], {})
     for found in (first, second):
         assert 1e-6 < found["message_cpu_s"] < 0.1
-        assert 0 <= found["byte_cpu_s"] < 1e-7
-        assert 0 < found["sum_cpu_s"] < 1e-7
-    assert first["byte_cpu_s"] or second["byte_cpu_s"]
+        assert 0 < found["sum_cpu_s"] <= found["byte_cpu_s"] < 1e-7
 
 
 @pytest.mark.slow
