@@ -119,6 +119,12 @@ def test_one_run_counts_once_by_the_metric_that_needs_least_conversion(tmp_path)
     assert dict(skipped) == {("vtrain", "A100", "another metric of a run that is counted"): 1}
 
 
+def test_memory_counts_in_the_unit_that_the_source_means(tmp_path):
+    row = {"id": "finetune-1.mem", "metric": "peak_mem_gib", "value": "3"}
+    assert case(tmp_path, **row).peak_bytes == 3 * 2**30
+    assert case(tmp_path, source="QwenLM/Qwen@1:README.md", **row).peak_bytes == 3e9
+
+
 def test_rates_become_seconds(tmp_path):
     tokens = case(tmp_path, metric="tokens_per_s_per_gpu", value="64")
     assert tokens.step_s == pytest.approx(8 * 128 / 64 / 8)
@@ -322,6 +328,13 @@ def test_dropout_keeps_masks_and_what_remains():
             for f in (Framework(), Framework(dropped=True))]
     more = {name: kept[1][name] / n for name, n in kept[0].items() if kept[1][name] != n}
     assert more == {"attention.probabilities": 2.5, "norm2.input": 2.0}
+
+
+def test_backward_of_scores_reuses_what_dropout_made():
+    """5 bytes a score and 2 for a gradient at most: the product's with all 5, or dropout's two with the 3 left then."""
+    plain, dropped = (frameworks.rewritten(MODEL, JOB, device_of("A100"), f).blocks[1].unfused_temporaries.at(3, 128, 1)
+                      for f in (Framework(), Framework(dropped=True)))
+    assert plain - dropped == 3 * MODEL.heads * 128 * 128
 
 
 def test_lora_trains_narrow_products_beside_frozen_ones(tmp_path):

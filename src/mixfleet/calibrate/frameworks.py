@@ -275,7 +275,11 @@ def rewritten(model: Model, job: Job, device: Device, framework: Framework) -> M
             workspace = block.workspace
             if block.kind.startswith("head"):
                 workspace = framework.logit_bytes / Framework().logit_bytes * workspace
-            blocks[block.kind] = block.replace(ops=tuple(ops), saved=saved, workspace=workspace)
+            unfused = block.unfused_temporaries
+            if framework.dropped:  # what dropout made is free once the product behind it has its gradient
+                unfused += sum((-1 * s.size for s in block.saved if s.name == "attention.probabilities"), Size())
+            blocks[block.kind] = block.replace(ops=tuple(ops), saved=saved, workspace=workspace,
+                                               unfused_temporaries=unfused)
     return model.replace(blocks=tuple(blocks[b.kind].replace(name=b.name) for b in model.blocks))
 
 

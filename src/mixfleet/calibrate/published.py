@@ -87,6 +87,9 @@ MASKED = 20 / 128
 """Part of the positions that the head of BERT's pretraining sees: 20 of 128, 80 of 512 (Devlin et al., 2019)."""
 ASSUMED_RANK, RANK_BY = 16, {"QwenLM": 64, "Lightning-AI": 8}
 """Of LoRA, where not stated; and what the scripts of an owner of code have by default."""
+DECIMAL_GB = ("QwenLM",)
+"""Owners of code whose GB of memory are 1e9 bytes, though the table takes them for GiB: the 162.0 GB that Qwen-7B takes
+on two A100 would be 81 GiB on a card of 80 (README of QwenLM/Qwen)."""
 ADAPTED = ("attention.q", "attention.k", "attention.v", "attention.o", "mlp.gate", "mlp.up", "mlp.down")
 ADAPTED_BY = dict.fromkeys(("dgxc", "nemo", "mbridge"), ADAPTED[:3])
 ADAPTED_BY_QWEN = ("attention.q", "attention.o", "mlp.gate", "mlp.up", "mlp.down")
@@ -258,8 +261,8 @@ def case_of(run: str, metrics: Mapping[str, tuple[int, dict[str, str]]]) -> Case
     part: Literal["as planned", "as needed", "half", "products"] = (
         "as needed" if not stated_recompute else "products" if stated_recompute == "selective (op)"
         else "half" if "(" in stated_recompute else "as planned")
-    return Case(run, source, row["gpu"], plan, job, cluster, step and step[1],
-                _number(peak[1], "value") * GiB if peak else None, where, part, framework)
+    peak_bytes = _number(peak[1], "value") * (GB if owner in DECIMAL_GB else GiB) if peak else None
+    return Case(run, source, row["gpu"], plan, job, cluster, step and step[1], peak_bytes, where, part, framework)
 
 
 def _refuse(row: dict[str, str]) -> None:
