@@ -8,8 +8,8 @@
 Every cluster is made as namespaces with shaped links and throttled ranks, its devices are profiled, and then all
 plans and peers run in turn in the same processes. `--out` gets table.md, scatter.svg and results.json, written anew
 after every row. Timing needs a machine with nothing else to do: the table says how much others used. Where the speed
-of the machine itself drifts (as a virtual machine's does), a process per core tells, beside the profile and beside
-every plan, and predictions allow for it.
+of the machine itself drifts (as a virtual machine's does), ranks run the blocks of the job anew between two plans, and
+predictions allow for what these take by then.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from typing import Any, NamedTuple
 
 from benchmarks import Figure
 from benchmarks.peers import zero
-from benchmarks.speed import Pace, Speedometer, ratios
 from mixfleet.cluster import Cluster, Device, Link, Node, device_named
 from mixfleet.files import write_text
 from mixfleet.job import Job, Optimizer
@@ -44,12 +43,14 @@ from mixfleet.trace import Span, Trace, compare
 from mixfleet.units import MB, GiB, MiB, show_seconds
 
 CHOSEN = "chosen by mixfleet"
-WINDOW_S, STEPS = 2.5, (1, 12)
+WINDOW_S, STEPS = 2.2, (1, 12)
 """A plan runs for this long, but so many steps."""
 READY_S = 300
+GAUGE_S = 1.0
+"""Between two contenders ranks run the blocks of the job for so long."""
 CALM, TRIES = 0.15, 2
 """Part of the machine that others may use while a contender runs, the kernel's own work among it; and runs at most."""
-BUDGET_S = 1100
+BUDGET_S = 850
 """For all clusters: one that is behind its part of it repeats nothing."""
 ROUNDS = 2
 """So many times more the chosen plan runs, in turn with those that were faster; the run in the middle counts. A step
@@ -60,10 +61,6 @@ MICROS = 3
 """Micro-batches of the plans that split an even part of the batch."""
 LINKED = ("small memory", "slow link", "two regions")
 """Clusters whose job sends for longer than it computes, if its batch is split evenly."""
-FOLLOWED = 0.5
-"""Power by which computing follows the speedometer from profile to plan: what it says moves more than what ranks
-compute does; why is not known. Two runs of six clusters (114 pairs), scaled by the mean of their ranks, had median
-errors of 7.5, 6.6, 6.4, 6.5 and 7.6 % by 0, 0.25, 0.5, 0.7 and 1."""
 INNER = Link(name="loopback", latency_s=60e-6, bandwidth_Bps=1e9)
 
 
@@ -145,6 +142,12 @@ def _pipe(ranks: Sequence[int], sizes: Sequence[int], samples: int, micro: int) 
         Stage(blocks=(cuts[i], cuts[i + 1]), devices=(r,)) for i, r in enumerate(ranks)))
 
 
+def sizes(work: Job, cluster: Cluster) -> tuple[int, int, int]:
+    """Micro-batches of the plans: one sample, a part of an even share of the batch, and all of it."""
+    part = work.global_batch // len(cluster.devices)
+    return 1, part // MICROS, part
+
+
 def plans(work: Job, cluster: Cluster) -> dict[str, Plan]:
     """The same ways of splitting on every cluster of four devices; where two come to the same, only the first."""
     n, blocks, batch = len(cluster.devices), len(work.model.blocks), work.global_batch
@@ -209,6 +212,14 @@ class Order(NamedTuple):
     """Of FSDP's pieces; of DeepSpeed, the stage of ZeRO."""
     traced: int = 0
     """Steps after the counted ones that are recorded."""
+
+
+class Gauged(NamedTuple):
+    """Not a contender but a question: whether ranks compute as fast as their profiles say."""
+
+    work: Job
+    cluster: Cluster
+    micro_batch: int
 
 
 class Outcome(NamedTuple):
@@ -285,6 +296,13 @@ def _carry_out(order: Order, rank: int, mark: Callable[[], None]) -> Outcome | N
     return Outcome((end - start) / order.steps, dict(sent), cpu / order.steps, start, end, tuple(spans), tuple(bounds))
 
 
+def _gauge(order: Gauged, rank: int, mark: Callable[[], None]) -> float:
+    """How many times as long as in its profile the rank takes."""
+    from mixfleet.calibrate.kernels import Gauge
+
+    return Gauge(order.work, order.cluster.devices[rank]).slower(order.micro_batch, GAUGE_S, mark)
+
+
 def _serve(rank: int, enter: Any, pipe: Any) -> None:
     enter(rank)
     import torch
@@ -305,7 +323,7 @@ def _serve(rank: int, enter: Any, pipe: Any) -> None:
 
     while (order := pipe.recv()) is not None:
         try:
-            pipe.send(_carry_out(order, rank, mark))
+            pipe.send(_gauge(order, rank, mark) if isinstance(order, Gauged) else _carry_out(order, rank, mark))
             gc.collect()  # each process group that is still there wakes 100 times a second to look for messages
         except BaseException as error:
             pipe.send(f"{type(error).__name__}: {error}")
@@ -328,15 +346,15 @@ class Measured(NamedTuple):
     """Bytes that left each node in the counted steps."""
     others: float
     """Part of the machine that others used meanwhile, the kernel among them."""
-    pace: dict[int, Pace]
-    """Of the cores meanwhile."""
+    slower: Sequence[float] = ()
+    """How many times as long as in its profile each rank computed, before and after, in the geometric mean."""
 
 
 class Pool:
     """One process per rank at its seat. What they load does not count against their quotas; what they train does."""
 
-    def __init__(self, bed: Any, speed: Speedometer) -> None:
-        self.bed, self.speed = bed, speed
+    def __init__(self, bed: Any) -> None:
+        self.bed = bed
         context = multiprocessing.get_context("spawn")
         self._pipes = []
         with bed.unthrottled():
@@ -361,6 +379,21 @@ class Pool:
                 found[waiting[pipe]] = message  # type: ignore[index]
         return [found[i] for i in range(len(self._pipes))]
 
+    def _begin(self, order: Order | Gauged) -> None:
+        """Ranks do what is not measured at full speed, then all go on."""
+        with self.bed.unthrottled() as throttle:
+            for pipe in self._pipes:
+                pipe.send(order)
+            self._all("mark")
+            throttle()
+            for pipe in self._pipes:
+                pipe.send(None)
+
+    def gauge(self, work: Job, cluster: Cluster) -> list[float]:
+        """How many times as long as in its profile each rank takes for blocks of the job, all at the same time."""
+        self._begin(Gauged(work, cluster, sizes(work, cluster)[1]))
+        return self._all(None)
+
     def run(self, order: Order) -> Measured:
         """One contender. The first step is made at full speed."""
         counts, used = [], []
@@ -372,22 +405,14 @@ class Pool:
             for pipe in self._pipes:
                 pipe.send(None)
 
-        with self.bed.unthrottled() as throttle:
-            for pipe in self._pipes:
-                pipe.send(order)
-            self._all("mark")
-            throttle()
-            for pipe in self._pipes:
-                pipe.send(None)
+        self._begin(order)
         mark()
         mark()
         outcomes = self._all(None)
         total, busy = (b - a for a, b in zip(*used))
-        pace = self.speed.between(min(o.start_s for o in outcomes if o), max(o.end_s for o in outcomes if o))
-        mine = os.sysconf("SC_CLK_TCK") * (order.steps * sum(o.cpu_s for o in outcomes if o)
-                                           + sum(p.cpu_s for p in pace.values()))
+        mine = os.sysconf("SC_CLK_TCK") * order.steps * sum(o.cpu_s for o in outcomes if o)
         return Measured(outcomes, {n: counts[1][n]["tx_bytes"] - counts[0][n]["tx_bytes"] for n in counts[0]},
-                        max(0.0, busy - mine) / max(total, 1), pace)
+                        max(0.0, busy - mine) / max(total, 1))
 
     def close(self) -> None:
         for pipe in self._pipes:
@@ -415,8 +440,8 @@ class Row(NamedTuple):
     parts: tuple[tuple[int, str, float, float], ...] = ()
     """Where recorded: device, category, seconds per step predicted and measured."""
     speed: float | None = None
-    """How much longer computing took beside this contender than beside the profile (`drift`), in the mean over its
-    ranks; predictions allow for it."""
+    """How much longer computing took around this contender than in the profile, in the mean over its ranks; predictions
+    allow for it."""
     plain_s: float | None = None
     """What is predicted without that."""
     others: float = 0.0
@@ -427,12 +452,13 @@ class Row(NamedTuple):
 
 
 def measure(name: str, cluster: Cluster, *, quick: bool, traced: int = 0, labels: Sequence[str] = (),
-            known: Collection[str] = (), out: Path | None = None, until: float = math.inf,
-            speed: Speedometer) -> Iterator[Row]:
+            known: Collection[str] = (), out: Path | None = None, until: float = math.inf) -> Iterator[Row]:
     """All plans and peers on one cluster, each as soon as it is measured; with so many `traced` steps, plans are also
     compared by category, and `out` gets a folder for each. `labels` are those of the contenders that take part, if not
-    all do, less those `known`. At the end the chosen plan runs again, in turn with those that were faster, and the rows
-    of all these come once more. Nothing is repeated once the clock (`time.monotonic`) is past `until`."""
+    all do, less those `known`. The first one runs once before, for one step: new processes do more for the first time
+    than their first step tells, and ranks with a tenth of a core took up to 1.8 times as long. At the end the chosen
+    plan runs again, in turn with those that were faster, and the rows of all these come once more. Nothing is repeated
+    once the clock (`time.monotonic`) is past `until`."""
     from mixfleet.search import find
     from mixfleet.sim import predict
     from mixfleet.testbed import Testbed
@@ -443,12 +469,8 @@ def measure(name: str, cluster: Cluster, *, quick: bool, traced: int = 0, labels
     wanted = set(labels or (*contenders, *_peers(cluster))) - set(known)
     if not wanted:
         return
-    with Testbed.up(cluster) as bed, _Contest(bed, until, speed) as contest:
-        timed: list[float] = []
-        part = work.global_batch // len(cluster.devices)
-        real = profile(bed, cluster, work, micro_batches=sorted({1, part // MICROS, part}),
-                       timed=lambda start, end: timed.extend((start, end)))
-        usual = speed.between(*timed)
+    with Testbed.up(cluster) as bed, _Contest(bed, until) as contest:
+        real = profile(bed, cluster, work, micro_batches=sorted(set(sizes(work, cluster))))
         result = find(work, real, top=1)
         contenders[CHOSEN] = result.best.plan if result.best else None
         ideal_s = work.global_batch / result.upper_samples_per_s
@@ -460,9 +482,8 @@ def measure(name: str, cluster: Cluster, *, quick: bool, traced: int = 0, labels
             if isinstance(found, str):
                 return _empty(name, label, found)
             if out and traced:
-                _keep(out / name.replace(" ", "-") / label.replace(" ", "-").replace(",", ""), orders[label], found,
-                      usual)
-            return _row(name, orders[label], found, usual, ideal_s)
+                _keep(out / name.replace(" ", "-") / label.replace(" ", "-").replace(",", ""), orders[label], found)
+            return _row(name, orders[label], found, ideal_s)
 
         for i, (label, plan) in enumerate(contenders.items()):
             skipped = quick and not labels and i and i % 2 == 0 and label != CHOSEN
@@ -477,6 +498,8 @@ def measure(name: str, cluster: Cluster, *, quick: bool, traced: int = 0, labels
                 continue
             twin = next((other for other, order in orders.items() if order.plan and same(plan, order.plan)), "")
             orders[label] = Order(label, work, real, _steps(prediction.step_s, quick), "", plan, traced=traced)
+            if not rows:
+                contest.run(orders[label]._replace(steps=1, traced=0))
             rows[label] = rows[twin]._replace(name=label, same_as=twin) if twin else attempt(label)
             slowest_s = max(slowest_s, rows[label].measured_s or 0.0)
             yield rows[label]
@@ -537,8 +560,9 @@ def at_speed(cluster: Cluster, slower: Sequence[float]) -> Cluster:
 class _Contest:
     """Contenders one after the other; after one that fails, the processes are made anew."""
 
-    def __init__(self, bed: Any, until: float, speed: Speedometer) -> None:
-        self.bed, self.until, self.speed, self.pool = bed, until, speed, Pool(bed, speed)
+    def __init__(self, bed: Any, until: float) -> None:
+        self.bed, self.until, self.pool = bed, until, Pool(bed)
+        self._slower: list[float] = []
 
     def run(self, order: Order) -> Measured | str:
         """Measured again, once, where others disturbed and there is time; the least disturbed counts. Or why it
@@ -547,13 +571,16 @@ class _Contest:
             found: list[Measured] = []
             while not found or (len(found) < TRIES and min(m.others for m in found) > CALM
                                 and time.monotonic() < self.until):
-                found.append(self.pool.run(order._replace(
-                    rendezvous=self.bed.rendezvous(order.plan.ranks if order.plan else ()))))
+                before = (self._slower or self.pool.gauge(order.work, order.cluster)) if order.plan else []
+                measured = self.pool.run(order._replace(
+                    rendezvous=self.bed.rendezvous(order.plan.ranks if order.plan else ())))
+                self._slower = self.pool.gauge(order.work, order.cluster) if order.plan else []
+                found.append(measured._replace(slower=[math.sqrt(a * b) for a, b in zip(before, self._slower)]))
             return min(found, key=lambda m: m.others)
         except (RuntimeError, EOFError, OSError) as error:
             for pid in self.bed.processes():
                 os.kill(pid, 9)
-            self.pool = Pool(self.bed, self.speed)
+            self.pool, self._slower = Pool(self.bed), []
             return f"failed: {error}"
 
     def __enter__(self) -> _Contest:
@@ -571,22 +598,12 @@ def _steps(seconds: float, quick: bool) -> int:
     return max(STEPS[0], min(STEPS[1], math.ceil((WINDOW_S / 2 if quick else WINDOW_S) / seconds)))
 
 
-def drift(order: Order, found: Measured, usual: dict[int, Pace]) -> list[float]:
-    """Per rank of the cluster, how much longer computing took than the profile says, as far as it follows what the
-    speedometer of its cores says of now and of then (`usual`)."""
-    devices = [d.replace(cores=()) for d in order.cluster.devices]
-    return [ratio ** FOLLOWED for ratio in ratios(
-        found.pace, usual, [d.cores for d in order.cluster.devices], [devices.index(d) for d in devices])]
-
-
-def _row(cluster: str, order: Order, found: Measured, usual: dict[int, Pace], ideal_s: float) -> Row:
-    """`usual` is how fast the cores were beside the profile."""
+def _row(cluster: str, order: Order, found: Measured, ideal_s: float) -> Row:
     from mixfleet.sim import predict
 
     plan, steps, outcomes, wire = order.plan, order.steps, found.outcomes, found.wire
     assert plan is not None
-    slower = drift(order, found, usual)
-    real, speed = at_speed(order.cluster, slower), fmean(slower[rank] for rank in plan.ranks)
+    real, speed = at_speed(order.cluster, found.slower), fmean(found.slower[rank] for rank in plan.ranks)
     prediction = predict(plan, order.work, real, sent=True, trace=bool(order.traced))
     plain_s = predict(plan, order.work, order.cluster).step_s
     exact, payload = True, Counter[str]()
@@ -630,14 +647,14 @@ def _parts(predicted: Trace, outcomes: Sequence[Outcome]) -> tuple[tuple[int, st
     return tuple(tuple(row) for row in compare(predicted, _traced(outcomes)).rows)  # type: ignore[misc]
 
 
-def _keep(folder: Path, order: Order, found: Measured, usual: dict[int, Pace]) -> None:
+def _keep(folder: Path, order: Order, found: Measured) -> None:
     """What `mixfleet predict` and `compare` read: plan, job, cluster as fast as it was meanwhile, recorded steps."""
     folder.mkdir(parents=True, exist_ok=True)
     outcomes = [o for o in found.outcomes if o]
     assert order.plan is not None
     order.plan.save(folder / "plan.yaml")
     order.work.save(folder / "job.yaml")
-    at_speed(order.cluster, drift(order, found, usual)).save(folder / "cluster.yaml")
+    at_speed(order.cluster, found.slower).save(folder / "cluster.yaml")
     write_trace(_traced(outcomes), folder / "measured.json")
 
 
@@ -845,11 +862,10 @@ def run(*, quick: bool, only: Sequence[str] = (), traced: int = 0, labels: Seque
     if quick and not only:
         only = ("one slow", "slow link")
     start, wanted = time.monotonic(), [name for name in shapes() if not only or name in only]
-    with Speedometer(os.sched_getaffinity(0)) as speed:
-        for i, name in enumerate(wanted, 1):
-            yield from measure(name, shapes()[name], quick=quick, traced=traced, labels=labels,
-                               known={label for where, label in known if where == name}, out=out,
-                               until=start if quick else start + BUDGET_S * i / len(shapes()), speed=speed)
+    for i, name in enumerate(wanted, 1):
+        yield from measure(name, shapes()[name], quick=quick, traced=traced, labels=labels,
+                           known={label for where, label in known if where == name}, out=out,
+                           until=start if quick else start + BUDGET_S * i / len(shapes()))
 
 
 def merged(rows: Sequence[Row], earlier: Sequence[Row]) -> list[Row]:

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 from benchmarks import testbed as bench
-from benchmarks.speed import Pace, Speedometer, pace, ratios
 
 from mixfleet.calibrate import kernels
 from mixfleet.cli import main
-from mixfleet.cluster import Cluster, Link, Node, device_named
+from mixfleet.cluster import BlockTime, Cluster, Link, Node, device_named
 from mixfleet.errors import InputError, RunError
 from mixfleet.job import Optimizer
 from mixfleet.plan import Sharding
@@ -196,34 +193,19 @@ def test_a_slower_machine_takes_longer_to_compute_and_as_long_to_send():
     assert one.devices[1] == slow.devices[1]
 
 
-def test_a_rank_is_as_slow_as_its_core_against_those_of_its_profile():
-    then, now = ({core: Pace(seconds, .01) for core, seconds in enumerate(all_)} for all_ in ((10., 14.), (15., 7.)))
-    cores = [(0,), (1,), (0,), ()]
-    assert ratios(now, then, cores, [0, 1, 2, 3]) == pytest.approx([15 / 10, 7 / 14, 15 / 10, 11 / 12])
-    assert ratios(now, then, cores, [0, 0, 0, 1]) == pytest.approx([x * 3 / 34 for x in (15, 7, 15)] + [11 / 12]), \
-        "the profile of like ranks is their mean"
-
-
-def test_a_pace_is_a_median_of_each_kind_and_of_what_lies_inside():
-    taken = [[(1.0, 2.0), (2.0, 3.0), (3.0, 50.0), (4.0, 1.0)], [(1.5, 7.0), (2.5, 11.0), (9.0, 1.0)]]
-    seconds, cpu_s = pace(taken, 1.0, 3.0)
-    assert seconds == pytest.approx((3.0 * 9.0) ** .5)
-    assert cpu_s == pytest.approx(2 + 3 + 50 + 7 + 11)
-    assert pace(taken, 8.9, 8.95)[0] == pytest.approx(((50 + 1) / 2 * 1.0) ** .5), "what is near"
-
-
-def test_the_speedometer_tells_of_every_core_and_ends():
-    start, others = time.perf_counter(), multiprocessing.active_children()
-    with Speedometer({min(os.sched_getaffinity(0))}) as speed:
-        time.sleep(0.3)
-        (found,) = speed.between(start, time.perf_counter()).values()
-        workers = [p for p in multiprocessing.active_children() if p not in others]
-    assert 1e-5 < found.seconds < 0.1
-    assert found.seconds < found.cpu_s < 1
-    assert workers
-    for worker in workers:
-        worker.join(60)
-        assert worker.exitcode == 0
+def test_a_gauge_tells_how_many_times_as_long_as_in_the_profile_blocks_take(monkeypatch):
+    """0.03 s each by the clock, 0.008 and 0.012 s in the profile; it begins when all are there."""
+    job = bench._job("tiny", layers=6, hidden=16, seq_len=8, batch=4)
+    kinds = {b.kind for b in job.model.blocks}
+    device = device_named("cpu").replace(block_times=tuple(
+        BlockTime(block=kind, micro_batch=size, seq_len=8, precision="fp32", forward_s=.004 * size,
+                  backward_s=.006 * size) for kind in kinds for size in (1, 2)))
+    seen, meetings = [], []
+    for clock in ("perf_counter", "process_time"):
+        monkeypatch.setattr(kernels, clock, lambda: seen.append(0) or .03 * len(seen))
+    found = kernels.Gauge(job, device).slower(2, .05, lambda: meetings.append(len(seen)))
+    assert found == pytest.approx(2 * .03 / .02)
+    assert meetings == [0], "once, before anything is timed"
 
 
 @pytest.mark.parametrize(("first", "passes"), [(.10, 3), (.12, 4), (10.0, 6)])
@@ -259,7 +241,6 @@ def test_a_run_that_is_killed_keeps_its_rows_and_goes_on(tmp_path, monkeypatch, 
         asked.append((name, known))
         yield row(name, "torch DDP", None, 3.0)
 
-    monkeypatch.setattr(bench, "Speedometer", nullcontext)
     monkeypatch.setattr(bench, "measure", first)
     with pytest.raises(KeyboardInterrupt):
         bench.main(["--out", str(tmp_path), "--only", "equal"])

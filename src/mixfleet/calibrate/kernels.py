@@ -93,15 +93,14 @@ def best_s(work: Callable[[], Any], window_s: float = _WINDOW_S, before: Callabl
 def profile_job(job: Job, cluster: Cluster, *, micro_batches: Sequence[int] = (), links: bool = True,
                 enter: Callable[[int], None] | None = None, environment: Mapping[str, str] | None = None,
                 loaded: Callable[[], None] | None = None, late: Callable[[float], Cluster] | None = None,
-                note: Callable[[str], None] = lambda _: None, timed: Callable[[float, float], None] = lambda *_: None
-                ) -> Cluster:
+                note: Callable[[str], None] = lambda _: None) -> Cluster:
     """`cluster`, which must be this one machine, with what the job's blocks really take on each of its devices.
 
     All devices work at the same time, and blocks run as in training: forwards one after another, then backwards, with
     activations held between. Every kind is measured for a few micro-batches in turn, several times until the times
-    agree (`timed` is told from when to when, by `perf_counter`), without tensor parallelism; for shapes
-    that were not measured, the efficiencies are scaled to agree. The optimizer and the link between the processes
-    (unless `links` is off) are measured too. With `enter` (and `environment`, `loaded`: see `run_pinned`) the
+    agree, without tensor parallelism; for shapes that were not measured, the efficiencies are scaled to agree. The
+    optimizer and the link between the processes (unless `links` is off) are measured too. With `enter` (and
+    `environment`, `loaded`: see `run_pinned`) the
     processes of several nodes are taken where they belong; links between nodes are those of the cluster then, or of
     what `late` makes of the seconds that a small message takes between them before `loaded` is called. Where other
     programs took a part of the cores meanwhile, times are what the ranks' CPU time says, and `note` is told.
@@ -120,7 +119,6 @@ def profile_job(job: Job, cluster: Cluster, *, micro_batches: Sequence[int] = ()
                             "rehearse": loaded is not None,
                             "fused": [fused_attention(d, job) for d in cluster.devices]}, timeout_s=1800,
                            enter=enter, environment=environment, loaded=loaded)
-    timed(min(times["during"][0] for times in found), max(times["during"][1] for times in found))
     worst = max(found, key=lambda times: times["foreign"])
     if worst["foreign"] > _FOREIGN:
         note(f"other programs took {worst['foreign']:.0%} of what rank {found.index(worst)} may use of its cores; "
@@ -188,40 +186,29 @@ def job_times(job_path: str, micro_batches: list[int], kinds: list[str], shares:
 
     import mixfleet.run.optim  # noqa: F401  what is loaded here does not count against a quota
     from mixfleet.run.host import calm_network_threads
-    from mixfleet.run.modules import build_blocks
 
     job, rank = Job.load(job_path), dist.get_rank()
     device = torch.device("cuda", kinds[:rank].count("gpu")) if kinds[rank] == "gpu" else torch.device("cpu")
-    dtype = {"fp64": torch.float64, "fp16": torch.float16, "bf16": torch.bfloat16}.get(job.precision, torch.float32)
-    of_kind: dict[str, list[int]] = defaultdict(list)
-    for i, block in enumerate(job.model.blocks):
-        if len(of_kind[block.kind]) < _MOST_ALIKE:
-            of_kind[block.kind].append(i)
-    chain = sorted(i for indices in of_kind.values() for i in indices)
-    attention: Literal["fused", "eager"] = "fused" if fused[rank] else "eager"
-    modules = [build_blocks(job.model, [i], device=device, dtype=dtype, attention=attention)[0] for i in chain]
+    chain = _Chain(job, device, fused=fused[rank])
     if device.type == "cpu":
         calm_network_threads()
     small = small_exchange(apart) if len(apart) > 1 else []
     if rehearse:
         for size in micro_batches:
-            _chain_times(job, chain, modules, size, _Rehearsal(device, 1.0), dtype)
+            chain.times(size, _Rehearsal(device, 1.0))
         dist.barrier()
     ready()
     clock = _Clock(device, shares[rank])
-    start = perf_counter()
-    passes = _passes(micro_batches, lambda size, first: _chain_times(
-        job, chain, modules, size, clock, dtype, warm=rehearse or not first))
-    during = start, perf_counter()
+    passes = _passes(micro_batches, lambda size, first: chain.times(size, clock, warm=rehearse or not first))
     rows = []
     for size, found in passes.items():
         times = {i: (fmean(one[at][0] for one in found), fmean(one[at][1] for one in found))
-                 for at, i in enumerate(chain)}
+                 for at, i in enumerate(chain.blocks)}
         rows += [{"block": kind, "micro_batch": size, "forward": fmean(times[i][0] for i in indices),
-                  "backward": fmean(times[i][1] for i in indices)} for kind, indices in of_kind.items()]
+                  "backward": fmean(times[i][1] for i in indices)} for kind, indices in chain.of_kind.items()]
     talk = len(kinds) > 1 and set(kinds) == {"cpu"}
     return {"blocks": rows, "optimizer": _optimizer_s(job, clock), "foreign": clock.foreign, "small": small,
-            "during": during, "messages": messages() if talk else {}, "meetings": meetings() if talk else {},
+            "messages": messages() if talk else {}, "meetings": meetings() if talk else {},
             "exchange": exchange() if links and len(kinds) > 1 else []}
 
 
@@ -247,34 +234,74 @@ def _passes(sizes: Sequence[int], measure: Callable[[int, bool], list[tuple[floa
     return found
 
 
-def _chain_times(job: Job, chain: list[int], modules: list[nn.Module], size: int, clock: _Clock, dtype: Any,
-                 *, warm: bool = False) -> list[tuple[float, float]]:
-    """Seconds of forward and backward of each block of a chain, run as a training step runs it."""
-    import torch
+class _Chain:
+    """Blocks of every kind, in the order of the model, run and timed as a training step runs them."""
 
-    tokens = torch.randint(0, job.model.vocab, (size, job.seq_len), device=clock.device)
-    x = torch.randn(size, job.seq_len, job.model.hidden, device=clock.device, dtype=dtype)
-    leaves: list[Tensor] = []
-    outputs: list[Tensor] = []
-    gradients: list[Tensor] = []
+    def __init__(self, job: Job, device: Any, *, fused: bool) -> None:
+        import torch
 
-    def forward(index: int, module: nn.Module) -> None:
-        leaf = tokens if index == 0 else (outputs[-1] if outputs else x).detach().requires_grad_()
-        leaves.append(leaf)
-        outputs.append(module(leaf, tokens) if index == len(job.model.blocks) - 1 else module(leaf))
+        from mixfleet.run.modules import build_blocks
 
-    def backward() -> None:
-        out, leaf = outputs.pop(), leaves.pop()
-        torch.autograd.backward(out, gradients.pop() if gradients else torch.ones_like(out))
-        if leaf.grad is not None:
-            gradients.append(leaf.grad)
+        self.job, self.device = job, device
+        self.dtype = {"fp64": torch.float64, "fp16": torch.float16, "bf16": torch.bfloat16}.get(
+            job.precision, torch.float32)
+        self.of_kind: dict[str, list[int]] = defaultdict(list)
+        for i, block in enumerate(job.model.blocks):
+            if len(self.of_kind[block.kind]) < _MOST_ALIKE:
+                self.of_kind[block.kind].append(i)
+        self.blocks = sorted(i for indices in self.of_kind.values() for i in indices)
+        attention: Literal["fused", "eager"] = "fused" if fused else "eager"
+        self._modules = [build_blocks(job.model, [i], device=device, dtype=self.dtype, attention=attention)[0]
+                         for i in self.blocks]
 
-    def end() -> None:
-        gradients.clear()
+    def times(self, size: int, clock: _Clock, *, window_s: float = _CHAIN_WINDOW_S, warm: bool = False
+              ) -> list[tuple[float, float]]:
+        """Seconds of forward and backward of each block for a micro-batch of `size`."""
+        import torch
 
-    steps = [partial(forward, i, m) for i, m in zip(chain, modules)]
-    times = clock.alternating([*steps, *[backward] * len(chain), end], _CHAIN_WINDOW_S, least=1, warm=warm)
-    return list(zip(times[:len(chain)], reversed(times[len(chain):-1])))
+        job, n = self.job, len(self.blocks)
+        tokens = torch.randint(0, job.model.vocab, (size, job.seq_len), device=self.device)
+        x = torch.randn(size, job.seq_len, job.model.hidden, device=self.device, dtype=self.dtype)
+        leaves: list[Tensor] = []
+        outputs: list[Tensor] = []
+        gradients: list[Tensor] = []
+
+        def forward(index: int, module: nn.Module) -> None:
+            leaf = tokens if index == 0 else (outputs[-1] if outputs else x).detach().requires_grad_()
+            leaves.append(leaf)
+            outputs.append(module(leaf, tokens) if index == len(job.model.blocks) - 1 else module(leaf))
+
+        def backward() -> None:
+            out, leaf = outputs.pop(), leaves.pop()
+            torch.autograd.backward(out, gradients.pop() if gradients else torch.ones_like(out))
+            if leaf.grad is not None:
+                gradients.append(leaf.grad)
+
+        def end() -> None:
+            gradients.clear()
+
+        steps = [partial(forward, i, m) for i, m in zip(self.blocks, self._modules)]
+        times = clock.alternating([*steps, *[backward] * n, end], window_s, least=1, warm=warm)
+        return list(zip(times[:n], reversed(times[n:-1])))
+
+
+class Gauge:
+    """Tells whether the blocks of a job still take what the profile of a CPU device says, in a process that does other
+    work as well."""
+
+    def __init__(self, job: Job, device: Device) -> None:
+        import torch
+
+        self._device, self._chain = device, _Chain(job, torch.device("cpu"), fused=fused_attention(device, job))
+
+    def slower(self, size: int, window_s: float, meet: Callable[[], Any]) -> float:
+        """How many times as long as in the profile forward and backward of a micro-batch of `size`, which is in it,
+        take in the mean of a window that begins when `meet` returns. They run once before."""
+        chain, device = self._chain, self._device
+        chain.times(size, _Rehearsal(chain.device, 1.0))
+        now = sum(map(sum, chain.times(size, _Clock(chain.device, device.share, meet), window_s=window_s, warm=True)))
+        then = {t.block: t.forward_s + t.backward_s for t in device.block_times if t.micro_batch == size}
+        return now / sum(then[chain.job.model.blocks[i].kind] for i in chain.blocks)
 
 
 def _optimizer_s(job: Job, clock: _Clock) -> float:
@@ -290,8 +317,9 @@ def _optimizer_s(job: Job, clock: _Clock) -> float:
 class _Clock:
     """Times work on a device of which the process may use a share; remembers how much of it others took."""
 
-    def __init__(self, device: Any, share: float) -> None:
-        self.device, self.share, self.foreign = device, share, 0.0
+    def __init__(self, device: Any, share: float, meet: Callable[[], Any] | None = None) -> None:
+        """With `meet` ranks begin when that returns, not at a barrier of their process group."""
+        self.device, self.share, self.meet, self.foreign = device, share, meet, 0.0
 
     def alternating(self, parts: Sequence[Callable[[], Any]], window_s: float = _WINDOW_S, least: int = 2, *,
                     warm: bool = False) -> list[float]:
@@ -303,7 +331,7 @@ class _Clock:
         for part in () if warm else parts:
             part()
         totals = [0.0] * len(parts)
-        dist.barrier()
+        (self.meet or dist.barrier)()
         rounds, begin, cpu = 0, perf_counter(), process_time()
         while perf_counter() < begin + window_s or rounds < least:
             for i, part in enumerate(parts):

@@ -11,14 +11,13 @@ from mixfleet.testbed.bed import Testbed
 
 
 def profile(bed: Testbed, cluster: Cluster, job: Job, *, micro_batches: Sequence[int] = (),
-            note: Callable[[str], None] = lambda _: None, timed: Callable[[float, float], None] = lambda *_: None
-            ) -> Cluster:
+            note: Callable[[str], None] = lambda _: None) -> Cluster:
     """`cluster` as the testbed realises it, with the block times of `job` under the quotas of the devices.
 
     Rates of links are those of the file; only the latency is measured, where it cannot be set, and stands as a stated
-    default where there is one node. `timed` is told from when to when (`perf_counter`) blocks were measured.
+    default where there is one node.
     """
     with bed.unthrottled() as throttle:
         return profile_job(job, bed.realised(cluster), micro_batches=micro_batches, links=False, enter=bed.enter,
-                           environment=bed.enter.environment, loaded=throttle, note=note, timed=timed,
+                           environment=bed.enter.environment, loaded=throttle, note=note,
                            late=lambda seconds: bed.realised(cluster, seconds))
