@@ -431,10 +431,11 @@ class TestReal:
 
     @pytest.mark.skipif(not probe().cpu, reason="no cgroup for CPU time")
     def test_quotas_hold(self, pair):
-        code = "import time\nend = time.monotonic() + 1\nwhile time.monotonic() < end: pass\nprint(time.process_time())"
+        code = ("import time\nend, begun = time.monotonic() + 1, time.process_time()\n"
+                "while time.monotonic() < end: pass\nprint(time.process_time() - begun)")
         runs = [pair.spawn(r, [sys.executable, "-c", code], stdout=subprocess.PIPE) for r in (0, 1)]
         used = [float(run.communicate()[0]) for run in runs]
-        assert used[0] <= 1.0
+        assert used[0] <= 1.05
         assert used[1] <= 0.45 * 1.25
 
     @pytest.mark.skipif(not probe().cpu, reason="no cgroup for CPU time")
