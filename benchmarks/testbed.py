@@ -142,7 +142,7 @@ def _pipe(ranks: Sequence[int], sizes: Sequence[int], samples: int, micro: int) 
         Stage(blocks=(cuts[i], cuts[i + 1]), devices=(r,)) for i, r in enumerate(ranks)))
 
 
-def sizes(work: Job, cluster: Cluster) -> tuple[int, int, int]:
+def micro_batches(work: Job, cluster: Cluster) -> tuple[int, int, int]:
     """Micro-batches of the plans: one sample, a part of an even share of the batch, and all of it."""
     part = work.global_batch // len(cluster.devices)
     return 1, part // MICROS, part
@@ -152,8 +152,8 @@ def plans(work: Job, cluster: Cluster) -> dict[str, Plan]:
     """The same ways of splitting on every cluster of four devices; where two come to the same, only the first."""
     n, blocks, batch = len(cluster.devices), len(work.model.blocks), work.global_batch
     shares = [d.share for d in cluster.devices]
-    even, fair = [batch // n] * n, _split(batch, shares)
-    micro = batch // n // MICROS
+    _, micro, part = micro_batches(work, cluster)
+    even, fair = [part] * n, _split(batch, shares)
     front = [2, 1, 1, blocks - 4]
     found = {
         "even data parallel": _data(even, even, blocks),
@@ -229,8 +229,6 @@ class Outcome(NamedTuple):
     sent: dict[tuple[str, int], int]
     cpu_s: float
     """CPU seconds per step, of all threads."""
-    start_s: float
-    end_s: float
     """Of the counted steps, by `perf_counter`."""
     spans: tuple[Span, ...] = ()
     bounds: tuple[tuple[int, int], ...] = ()
@@ -293,7 +291,7 @@ def _carry_out(order: Order, rank: int, mark: Callable[[], None]) -> Outcome | N
         spans, _ = recorder.stop()
     close()
     dist.destroy_process_group()
-    return Outcome((end - start) / order.steps, dict(sent), cpu / order.steps, start, end, tuple(spans), tuple(bounds))
+    return Outcome((end - start) / order.steps, dict(sent), cpu / order.steps, tuple(spans), tuple(bounds))
 
 
 def _gauge(order: Gauged, rank: int, mark: Callable[[], None]) -> float:
@@ -391,7 +389,7 @@ class Pool:
 
     def gauge(self, work: Job, cluster: Cluster) -> list[float]:
         """How many times as long as in its profile each rank takes for blocks of the job, all at the same time."""
-        self._begin(Gauged(work, cluster, sizes(work, cluster)[1]))
+        self._begin(Gauged(work, cluster, micro_batches(work, cluster)[1]))
         return self._all(None)
 
     def run(self, order: Order) -> Measured:
@@ -455,8 +453,7 @@ def measure(name: str, cluster: Cluster, *, quick: bool, traced: int = 0, labels
             known: Collection[str] = (), out: Path | None = None, until: float = math.inf) -> Iterator[Row]:
     """All plans and peers on one cluster, each as soon as it is measured; with so many `traced` steps, plans are also
     compared by category, and `out` gets a folder for each. `labels` are those of the contenders that take part, if not
-    all do, less those `known`. The first one runs once before, for one step: new processes do more for the first time
-    than their first step tells, and ranks with a tenth of a core took up to 1.8 times as long. At the end the chosen
+    all do, less those `known`. At the end the chosen
     plan runs again, in turn with those that were faster, and the rows of all these come once more. Nothing is repeated
     once the clock (`time.monotonic`) is past `until`."""
     from mixfleet.search import find
@@ -470,7 +467,7 @@ def measure(name: str, cluster: Cluster, *, quick: bool, traced: int = 0, labels
     if not wanted:
         return
     with Testbed.up(cluster) as bed, _Contest(bed, until) as contest:
-        real = profile(bed, cluster, work, micro_batches=sorted(set(sizes(work, cluster))))
+        real = profile(bed, cluster, work, micro_batches=sorted(set(micro_batches(work, cluster))))
         result = find(work, real, top=1)
         contenders[CHOSEN] = result.best.plan if result.best else None
         ideal_s = work.global_batch / result.upper_samples_per_s
@@ -498,8 +495,6 @@ def measure(name: str, cluster: Cluster, *, quick: bool, traced: int = 0, labels
                 continue
             twin = next((other for other, order in orders.items() if order.plan and same(plan, order.plan)), "")
             orders[label] = Order(label, work, real, _steps(prediction.step_s, quick), "", plan, traced=traced)
-            if not rows:
-                contest.run(orders[label]._replace(steps=1, traced=0))
             rows[label] = rows[twin]._replace(name=label, same_as=twin) if twin else attempt(label)
             slowest_s = max(slowest_s, rows[label].measured_s or 0.0)
             yield rows[label]
@@ -561,27 +556,36 @@ class _Contest:
     """Contenders one after the other; after one that fails, the processes are made anew."""
 
     def __init__(self, bed: Any, until: float) -> None:
-        self.bed, self.until, self.pool = bed, until, Pool(bed)
-        self._slower: list[float] = []
+        self.bed, self.until = bed, until
+        self._anew()
+
+    def _anew(self) -> None:
+        self.pool, self._is_new, self._slower = Pool(self.bed), True, list[float]()
 
     def run(self, order: Order) -> Measured | str:
         """Measured again, once, where others disturbed and there is time; the least disturbed counts. Or why it
-        failed."""
+        failed. New processes make one step of it before: they do more at first than one step at full speed tells, and
+        ranks with a tenth of a core took up to 1.8 times as long."""
         try:
+            if self._is_new:
+                self._measure(order._replace(steps=1, traced=0))
+                self._is_new = False
             found: list[Measured] = []
             while not found or (len(found) < TRIES and min(m.others for m in found) > CALM
                                 and time.monotonic() < self.until):
                 before = (self._slower or self.pool.gauge(order.work, order.cluster)) if order.plan else []
-                measured = self.pool.run(order._replace(
-                    rendezvous=self.bed.rendezvous(order.plan.ranks if order.plan else ())))
+                measured = self._measure(order)
                 self._slower = self.pool.gauge(order.work, order.cluster) if order.plan else []
                 found.append(measured._replace(slower=[math.sqrt(a * b) for a, b in zip(before, self._slower)]))
             return min(found, key=lambda m: m.others)
         except (RuntimeError, EOFError, OSError) as error:
             for pid in self.bed.processes():
                 os.kill(pid, 9)
-            self.pool, self._slower = Pool(self.bed), []
+            self._anew()
             return f"failed: {error}"
+
+    def _measure(self, order: Order) -> Measured:
+        return self.pool.run(order._replace(rendezvous=self.bed.rendezvous(order.plan.ranks if order.plan else ())))
 
     def __enter__(self) -> _Contest:
         return self
