@@ -8,8 +8,9 @@
 Every cluster is made as namespaces with shaped links and throttled ranks, its devices are profiled, and then all
 plans and peers run in turn in the same processes. `--out` gets table.md, scatter.svg and results.json, written anew
 after every row. Timing needs a machine with nothing else to do: the table says how much others used. Where the speed
-of the machine itself drifts (as a virtual machine's does), ranks run the blocks of the job anew between two plans, and
-predictions allow for what these take by then.
+of the machine itself drifts (as a virtual machine's does), ranks run the blocks of the job anew between plans, and
+predictions allow for what these take by then. All plans run a second time, in the opposite order: the mean counts, and
+how far apart the two are says what no prediction can get below.
 """
 
 from __future__ import annotations
@@ -43,20 +44,18 @@ from mixfleet.trace import Span, Trace, compare
 from mixfleet.units import MB, GiB, MiB, show_seconds
 
 CHOSEN = "chosen by mixfleet"
-WINDOW_S, STEPS = 2.2, (1, 12)
-"""A plan runs for this long, but so many steps."""
+WINDOW_S, STEPS = 1.5, (1, 12)
+"""A plan runs for this long, but so many steps, and then again when all others have run."""
+LONG_S = 6.0
+"""A step that takes longer is not made again: the machine's moods average out in it."""
 READY_S = 300
-GAUGE_S = 1.0
-"""Between two contenders ranks run the blocks of the job for so long."""
-CALM, TRIES = 0.15, 2
-"""Part of the machine that others may use while a contender runs, the kernel's own work among it; and runs at most."""
-BUDGET_S = 850
+GAUGE_S, GAUGE_EVERY_S = 1.0, 12.0
+"""Ranks run the blocks of the job for so long, between contenders, about so often."""
+CALM = 0.15
+"""Part of the machine that others may use while a contender runs, the kernel's own work among it: of the runs of a
+plan, those beside more do not count if there are others."""
+BUDGET_S = 1130
 """For all clusters: one that is behind its part of it repeats nothing."""
-ROUNDS = 2
-"""So many times more the chosen plan runs, in turn with those that were faster; the run in the middle counts. A step
-differs by up to a tenth from the next here, so the fastest of ten plans, each run once, owes something to luck."""
-RIVALS = 2
-"""So many of those at most."""
 MICROS = 3
 """Micro-batches of the plans that split an even part of the batch."""
 LINKED = ("small memory", "slow link", "two regions")
@@ -344,8 +343,8 @@ class Measured(NamedTuple):
     """Bytes that left each node in the counted steps."""
     others: float
     """Part of the machine that others used meanwhile, the kernel among them."""
-    slower: Sequence[float] = ()
-    """How many times as long as in its profile each rank computed, before and after, in the geometric mean."""
+    at_s: float
+    """When, in the middle, by `monotonic`."""
 
 
 class Pool:
@@ -394,12 +393,13 @@ class Pool:
 
     def run(self, order: Order) -> Measured:
         """One contender. The first step is made at full speed."""
-        counts, used = [], []
+        counts, used, at = [], [], []
 
         def mark() -> None:
             self._all("mark")
             counts.append(self.bed.counters())
             used.append(_used())
+            at.append(time.monotonic())
             for pipe in self._pipes:
                 pipe.send(None)
 
@@ -410,7 +410,7 @@ class Pool:
         total, busy = (b - a for a, b in zip(*used))
         mine = os.sysconf("SC_CLK_TCK") * order.steps * sum(o.cpu_s for o in outcomes if o)
         return Measured(outcomes, {n: counts[1][n]["tx_bytes"] - counts[0][n]["tx_bytes"] for n in counts[0]},
-                        max(0.0, busy - mine) / max(total, 1))
+                        max(0.0, busy - mine) / max(total, 1), fmean(at))
 
     def close(self) -> None:
         for pipe in self._pipes:
@@ -447,40 +447,50 @@ class Row(NamedTuple):
     """CPU seconds per step of each rank."""
     same_as: str = ""
     """The contender that the chosen plan is, where it is one of them: measured once for both."""
+    runs: tuple[float, ...] = ()
+    """Seconds per step of each run; all else is the mean over those that count."""
 
 
 def measure(name: str, cluster: Cluster, *, quick: bool, traced: int = 0, labels: Sequence[str] = (),
             known: Collection[str] = (), out: Path | None = None, until: float = math.inf) -> Iterator[Row]:
     """All plans and peers on one cluster, each as soon as it is measured; with so many `traced` steps, plans are also
     compared by category, and `out` gets a folder for each. `labels` are those of the contenders that take part, if not
-    all do, less those `known`. At the end the chosen
-    plan runs again, in turn with those that were faster, and the rows of all these come once more. Nothing is repeated
-    once the clock (`time.monotonic`) is past `until`."""
+    all do, less those `known`. Then plans run once more, in the opposite order, until the clock (`time.monotonic`) is
+    past `until`; at the end all rows of plans come anew, with what is known of the machine's speed by then."""
     from mixfleet.search import find
     from mixfleet.sim import predict
     from mixfleet.testbed import Testbed
     from mixfleet.testbed.profile import profile
 
-    work, slowest_s = job(name), 0.0
+    work = job(name)
     contenders: dict[str, Plan | None] = {**plans(work, cluster), CHOSEN: None}
     wanted = set(labels or (*contenders, *_peers(cluster))) - set(known)
     if not wanted:
         return
-    with Testbed.up(cluster) as bed, _Contest(bed, until) as contest:
+    with Testbed.up(cluster) as bed, _Contest(bed) as contest:
         real = profile(bed, cluster, work, micro_batches=sorted(set(micro_batches(work, cluster))))
         result = find(work, real, top=1)
         contenders[CHOSEN] = result.best.plan if result.best else None
         ideal_s = work.global_batch / result.upper_samples_per_s
+        twin_of_chosen = ""
         orders: dict[str, Order] = {}
-        rows: dict[str, Row] = {}
+        runs: dict[str, list[Measured]] = {}
+        failed: dict[str, str] = {}
 
-        def attempt(label: str) -> Row:
+        def attempt(label: str) -> None:
             found = contest.run(orders[label])
             if isinstance(found, str):
-                return _empty(name, label, found)
+                failed[label] = found
+                return
+            runs.setdefault(label, []).append(found)
             if out and traced:
-                _keep(out / name.replace(" ", "-") / label.replace(" ", "-").replace(",", ""), orders[label], found)
-            return _row(name, orders[label], found, ideal_s)
+                _keep(out / name.replace(" ", "-") / label.replace(" ", "-").replace(",", ""), orders[label], found,
+                      contest.slower(found.at_s))
+
+        def row(label: str) -> Row:
+            if label in failed:
+                return _empty(name, label, failed[label])
+            return together([_row(name, orders[label], m, contest.slower(m.at_s), ideal_s) for m in runs[label]])
 
         for i, (label, plan) in enumerate(contenders.items()):
             skipped = quick and not labels and i and i % 2 == 0 and label != CHOSEN
@@ -494,42 +504,46 @@ def measure(name: str, cluster: Cluster, *, quick: bool, traced: int = 0, labels
                 yield _empty(name, label, str(reason))
                 continue
             twin = next((other for other, order in orders.items() if order.plan and same(plan, order.plan)), "")
-            orders[label] = Order(label, work, real, _steps(prediction.step_s, quick), "", plan, traced=traced)
-            rows[label] = rows[twin]._replace(name=label, same_as=twin) if twin else attempt(label)
-            slowest_s = max(slowest_s, rows[label].measured_s or 0.0)
-            yield rows[label]
-        if CHOSEN in rows:
-            yield from _again(rows, attempt, until)
+            if twin:
+                twin_of_chosen = twin
+                continue
+            orders[label] = Order(label, work, real, _steps(prediction.step_s), "", plan, traced=traced)
+            attempt(label)
+            yield row(label)
+        slowest_s = max((o.step_s for found in runs.values() for m in found for o in m.outcomes if o), default=1.0)
         for label, per_node in _peers(cluster).items():
             if label not in wanted:
                 continue
             if cluster.name == "small memory" and label not in ("torch FSDP2 full", "DeepSpeed ZeRO-3"):
                 yield _empty(name, label, "does not fit: as even data parallel, or groups of 2")
                 continue
-            found = contest.run(Order(label, work, real, _steps(slowest_s or 1.0, quick), "", None, per_node))
+            found = contest.run(Order(label, work, real, _steps(slowest_s), "", None, per_node))
             yield _empty(name, label, found) if isinstance(found, str) else Row(
                 name, label, None, max(o.step_s for o in found.outcomes if o), None, None, None, others=found.others)
+        for label in reversed(orders):
+            if time.monotonic() < until and label not in failed and max(row(label).runs) < LONG_S:
+                attempt(label)
+        if runs:
+            contest.gauge(work, real)
+        for label in orders:
+            yield row(label)
+        if twin_of_chosen:
+            yield row(twin_of_chosen)._replace(name=CHOSEN, same_as=twin_of_chosen)
 
 
-def _again(rows: dict[str, Row], attempt: Callable[[str], Row], until: float) -> Iterator[Row]:
-    """The chosen plan, and those that were faster, each as in the middle one of its runs."""
-    def seconds(row: Row) -> float:
-        return row.measured_s or math.inf
+def together(rows: Sequence[Row]) -> Row:
+    """What several runs of one plan say: the mean of those that others did not disturb, or of all."""
+    calm = [r for r in rows if r.others <= CALM] or [*rows]
 
-    mine = rows[CHOSEN].same_as or CHOSEN
-    ahead = sorted((r for label, r in rows.items() if seconds(r) < seconds(rows[mine]) and not r.same_as), key=seconds)
-    again = {label: [rows[label]] for label in (mine, *(r.name for r in ahead[:RIVALS]))}
-    if len(again) == 1:
-        return
-    for _ in range(ROUNDS):
-        for label, found in again.items():
-            if time.monotonic() < until:
-                found.append(attempt(label))
-    for label, found in again.items():
-        middle = sorted(found, key=seconds)[(len(found) - 1) // 2]
-        yield middle
-        if label == rows[CHOSEN].same_as:
-            yield middle._replace(name=CHOSEN, same_as=label)
+    def mean(of: Callable[[Row], float | None]) -> float | None:
+        values = [value for r in calm if (value := of(r)) is not None]
+        return fmean(values) if values else None
+
+    return calm[-1]._replace(
+        predicted_s=mean(lambda r: r.predicted_s), measured_s=mean(lambda r: r.measured_s), wire=mean(lambda r: r.wire),
+        bound_s=mean(lambda r: r.bound_s), speed=mean(lambda r: r.speed), others=max(r.others for r in calm),
+        bytes_exact=all(r.bytes_exact for r in rows), cpu_s=tuple(map(fmean, zip(*(r.cpu_s for r in calm)))),
+        runs=tuple(r.measured_s for r in rows if r.measured_s is not None))
 
 
 def _peers(cluster: Cluster) -> dict[str, int]:
@@ -555,34 +569,39 @@ def at_speed(cluster: Cluster, slower: Sequence[float]) -> Cluster:
 class _Contest:
     """Contenders one after the other; after one that fails, the processes are made anew."""
 
-    def __init__(self, bed: Any, until: float) -> None:
-        self.bed, self.until = bed, until
+    def __init__(self, bed: Any) -> None:
+        self.bed, self._gauged = bed, list[tuple[float, list[float]]]()
         self._anew()
 
     def _anew(self) -> None:
-        self.pool, self._is_new, self._slower = Pool(self.bed), True, list[float]()
+        self.pool, self._is_new = Pool(self.bed), True
 
     def run(self, order: Order) -> Measured | str:
-        """Measured again, once, where others disturbed and there is time; the least disturbed counts. Or why it
-        failed. New processes make one step of it before: they do more at first than one step at full speed tells, and
-        ranks with a tenth of a core took up to 1.8 times as long."""
+        """Or why it failed. New processes make one step of it before: they do more at first than one step at full speed
+        tells, and ranks with a tenth of a core took up to 1.8 times as long."""
         try:
             if self._is_new:
                 self._measure(order._replace(steps=1, traced=0))
                 self._is_new = False
-            found: list[Measured] = []
-            while not found or (len(found) < TRIES and min(m.others for m in found) > CALM
-                                and time.monotonic() < self.until):
-                before = (self._slower or self.pool.gauge(order.work, order.cluster)) if order.plan else []
-                measured = self._measure(order)
-                self._slower = self.pool.gauge(order.work, order.cluster) if order.plan else []
-                found.append(measured._replace(slower=[math.sqrt(a * b) for a, b in zip(before, self._slower)]))
-            return min(found, key=lambda m: m.others)
+            if not self._gauged or time.monotonic() > self._gauged[-1][0] + GAUGE_EVERY_S:
+                self.gauge(order.work, order.cluster)
+            return self._measure(order)
         except (RuntimeError, EOFError, OSError) as error:
             for pid in self.bed.processes():
                 os.kill(pid, 9)
             self._anew()
             return f"failed: {error}"
+
+    def gauge(self, work: Job, cluster: Cluster) -> None:
+        found = self.pool.gauge(work, cluster)
+        self._gauged.append((time.monotonic(), found))
+
+    def slower(self, at_s: float) -> list[float]:
+        """How many times as long as in its profile each rank computed at that time: the geometric mean over all times
+        that ranks were asked, the nearest counting most."""
+        weights = [math.exp(-((at_s - then) / GAUGE_EVERY_S) ** 2 / 2) for then, _ in self._gauged]
+        return [math.exp(sum(w * math.log(x) for w, x in zip(weights, mine)) / sum(weights))
+                for mine in zip(*(found for _, found in self._gauged))]
 
     def _measure(self, order: Order) -> Measured:
         return self.pool.run(order._replace(rendezvous=self.bed.rendezvous(order.plan.ranks if order.plan else ())))
@@ -598,16 +617,16 @@ def _empty(cluster: str, name: str, note: str) -> Row:
     return Row(cluster, name, None, None, None, None, None, note.splitlines()[0][:200])
 
 
-def _steps(seconds: float, quick: bool) -> int:
-    return max(STEPS[0], min(STEPS[1], math.ceil((WINDOW_S / 2 if quick else WINDOW_S) / seconds)))
+def _steps(seconds: float) -> int:
+    return max(STEPS[0], min(STEPS[1], math.ceil(WINDOW_S / seconds)))
 
 
-def _row(cluster: str, order: Order, found: Measured, ideal_s: float) -> Row:
+def _row(cluster: str, order: Order, found: Measured, slower: Sequence[float], ideal_s: float) -> Row:
     from mixfleet.sim import predict
 
     plan, steps, outcomes, wire = order.plan, order.steps, found.outcomes, found.wire
     assert plan is not None
-    real, speed = at_speed(order.cluster, found.slower), fmean(found.slower[rank] for rank in plan.ranks)
+    real, speed = at_speed(order.cluster, slower), fmean(slower[rank] for rank in plan.ranks)
     prediction = predict(plan, order.work, real, sent=True, trace=bool(order.traced))
     plain_s = predict(plan, order.work, order.cluster).step_s
     exact, payload = True, Counter[str]()
@@ -633,10 +652,11 @@ def _row(cluster: str, order: Order, found: Measured, ideal_s: float) -> Row:
     total = sum(payload.values())
     far = sum(n for rank in plan.ranks if (o := outcomes[rank]) for (_, dst), n in o.sent.items()
               if (rank < 2) != (dst < 2))
-    return Row(cluster, order.name, prediction.step_s, max(o.step_s for o in outcomes if o), exact,
+    measured_s = max(o.step_s for o in outcomes if o)
+    return Row(cluster, order.name, prediction.step_s, measured_s, exact,
                sum(wire.values()) / total if total else None, max(ideal_s * speed, link_s), far_bytes=far / steps,
                cpu_s=tuple(o.cpu_s if o else 0.0 for o in outcomes),
-               speed=speed, plain_s=plain_s, others=found.others,
+               speed=speed, plain_s=plain_s, others=found.others, runs=(measured_s,),
                parts=_parts(prediction.trace, [o for o in outcomes if o]) if prediction.trace else ())
 
 
@@ -651,14 +671,14 @@ def _parts(predicted: Trace, outcomes: Sequence[Outcome]) -> tuple[tuple[int, st
     return tuple(tuple(row) for row in compare(predicted, _traced(outcomes)).rows)  # type: ignore[misc]
 
 
-def _keep(folder: Path, order: Order, found: Measured) -> None:
+def _keep(folder: Path, order: Order, found: Measured, slower: Sequence[float]) -> None:
     """What `mixfleet predict` and `compare` read: plan, job, cluster as fast as it was meanwhile, recorded steps."""
     folder.mkdir(parents=True, exist_ok=True)
     outcomes = [o for o in found.outcomes if o]
     assert order.plan is not None
     order.plan.save(folder / "plan.yaml")
     order.work.save(folder / "job.yaml")
-    at_speed(order.cluster, found.slower).save(folder / "cluster.yaml")
+    at_speed(order.cluster, slower).save(folder / "cluster.yaml")
     write_trace(_traced(outcomes), folder / "measured.json")
 
 
@@ -720,6 +740,8 @@ class Summary(NamedTuple):
 
     cluster: str
     tau: float
+    tau_again: float
+    """The same of the first runs against the second ones: what the machine leaves of an order."""
     behind_best: float
     """The chosen plan's time over that of the best measured plan, less 1."""
     behind_alike: float
@@ -741,7 +763,8 @@ def summaries(rows: Sequence[Row]) -> list[Summary]:
         chosen = next((r for r in mine if r.name == CHOSEN and r.measured_s and r.bound_s), None)
         peers = [r.measured_s for r in mine if r.name.startswith(("torch", "DeepSpeed")) and r.measured_s]
         mine_s, bound_s = (chosen.measured_s or math.nan, chosen.bound_s or math.nan) if chosen else (math.nan,) * 2
-        found.append(Summary(cluster, kendall(pairs), mine_s / best - 1,
+        twice = [(r.runs[0], r.runs[1]) for r in mine if len(r.runs) > 1 and not r.same_as]
+        found.append(Summary(cluster, kendall(pairs), kendall(twice) if twice else math.nan, mine_s / best - 1,
                              alike.get(CHOSEN, math.nan) / min(alike.values(), default=math.nan) - 1,
                              min(peers) / mine_s if peers else math.inf, bound_s / mine_s,
                              max(busy(chosen), default=math.nan) if chosen else math.nan))
@@ -761,6 +784,11 @@ def errors(rows: Sequence[Row], *, plain: bool = False) -> list[float]:
     return sorted(abs(p / m - 1) for p, m in pairs if p and m)
 
 
+def scatters(rows: Sequence[Row]) -> list[float]:
+    """How far the second run of a plan is from its first, smallest first."""
+    return sorted(abs(r.runs[1] / r.runs[0] - 1) for r in rows if len(r.runs) > 1 and not r.same_as)
+
+
 def _spread(found: Sequence[float]) -> str:
     tail = quantiles(found, n=10, method="inclusive")[-1] if len(found) > 1 else max(found, default=math.nan)
     return f"{median(found) if found else math.nan:.1%} (median), {tail:.1%} (90th percentile)"
@@ -775,8 +803,9 @@ def _line(row: Row) -> str:
     wire = f"{row.wire:.3f}" if row.wire else ""
     of_bound = f"{row.bound_s / row.measured_s:.2f}" if row.bound_s and row.measured_s else ""
     speed = f"{row.speed:.2f}" if row.speed else ""
-    return (f"| {row.cluster} | {row.name} | {seconds(row.measured_s)} | {seconds(row.predicted_s)} | {error} | "
-            f"{speed} | {row.others:.0%} | {exact} | {wire} | {of_bound} | "
+    apart = f"{row.runs[1] / row.runs[0] - 1:+.1%}" if len(row.runs) > 1 else ""
+    return (f"| {row.cluster} | {row.name} | {seconds(row.measured_s)} | {apart} | "
+            f"{seconds(row.predicted_s)} | {error} | {speed} | {row.others:.0%} | {exact} | {wire} | {of_bound} | "
             f"{row.note or (f'the same as {row.same_as}' if row.same_as else '')} |")
 
 
@@ -785,23 +814,24 @@ def table(rows: Sequence[Row]) -> str:
     found = errors(rows)
     lines = [f"{len(found)} pairs of plan and cluster; step time off by {_spread(found)}; without allowing for the "
              f"machine's speed, {_spread(errors(rows, plain=True))}; "
+             f"the second run of a plan is off its first by {_spread(scatters(rows))}; "
              f"bytes {'exact' if all(r.bytes_exact is not False for r in rows) else 'NOT exact'}. "
              f"The kernel and others used up to {max((r.others for r in rows), default=0):.0%} of the machine. Rank "
              f"correlation is Kendall's, over the pairs of plans whose predictions differ by more than {TIE:.0%}.", "",
-             "| cluster | rank correlation | chosen behind best | at one speed | peers over chosen | chosen reaches of "
-             "its bound | its busiest rank used of its quota |",
-             "| --- | --- | --- | --- | --- | --- | --- |"]
-    lines += [f"| {s.cluster} | {s.tau:.2f} | {s.behind_best:.1%} | {s.behind_alike:.1%} | {s.over_peers:.2f} | "
-              f"{s.of_bound:.2f} | {s.of_core:.2f} |"
+             "| cluster | rank correlation | of two runs | chosen behind best | at one speed | peers over chosen | "
+             "chosen reaches of its bound | its busiest rank used of its quota |",
+             "| --- | --- | --- | --- | --- | --- | --- | --- |"]
+    lines += [f"| {s.cluster} | {s.tau:.2f} | {s.tau_again:.2f} | {s.behind_best:.1%} | {s.behind_alike:.1%} | "
+              f"{s.over_peers:.2f} | {s.of_bound:.2f} | {s.of_core:.2f} |"
               for s in summaries(rows)]
     if found_gains := gains(rows):
         lines += ["", "| cluster | plan | against | bytes across by formula | counted | time predicted | measured |",
                   "| --- | --- | --- | --- | --- | --- | --- |"]
         lines += [f"| {g.cluster} | {g.name} | {g.against} | {g.bytes_by_formula:.3f} | {g.bytes_counted:.3f} | "
                   f"{g.time_predicted:.3f} | {g.time_measured:.3f} |" for g in found_gains]
-    lines += ["", "| cluster | plan | measured | predicted | error | speed | others | bytes | wire/payload | "
+    lines += ["", "| cluster | plan | measured | apart | predicted | error | speed | others | bytes | wire/payload | "
               "bound/measured | |",
-              "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |", *map(_line, rows)]
+              "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |", *map(_line, rows)]
     return "\n".join(lines) + "\n"
 
 
@@ -882,7 +912,8 @@ def merged(rows: Sequence[Row], earlier: Sequence[Row]) -> list[Row]:
 def load(out: Path) -> list[Row]:
     """The rows that a run has left in its folder; none if there are none."""
     path = out / "results.json"
-    return [Row(**{**one, "parts": tuple(tuple(p) for p in one["parts"]), "cpu_s": tuple(one.get("cpu_s", ()))})
+    return [Row(**{**one, "parts": tuple(tuple(p) for p in one["parts"]), "cpu_s": tuple(one["cpu_s"]),
+                   "runs": tuple(one["runs"])})
             for one in (json.loads(path.read_text()) if path.exists() else ())]
 
 

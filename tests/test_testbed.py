@@ -275,7 +275,7 @@ def test_rows_of_several_runs_make_one_table():
     lucky = row("equal", "ZeRO-3", 2.2, 2.0, speed=.8)  # it met faster cores: 2.5 s as they were beside the profile
     (equal,) = bench.summaries([lucky, row("equal", bench.CHOSEN, 2.0, 2.2, speed=1.0)])
     assert (equal.behind_best, equal.behind_alike) == pytest.approx((.1, 0))
-    assert "| equal | ZeRO-3 | 2 s | 2.2 s | +10.0% |" in bench.table(rows)
+    assert "| equal | ZeRO-3 | 2 s |  | 2.2 s | +10.0% |" in bench.table(rows)
 
 
 def test_one_plan_written_in_two_ways_is_one_contender():
@@ -291,22 +291,36 @@ def test_one_plan_written_in_two_ways_is_one_contender():
     assert not bench.same(halves.replace(schedule="zb-h1"), halves), "a pipeline of stages depends on its schedule"
 
 
-def test_the_chosen_plan_and_the_faster_run_again_in_turn():
-    times = {"a": [3.0], "b": [1.2, 1.6], "c": [1.0, 1.5], "d": [1.1, 1.0], bench.CHOSEN: [1.3, 1.1]}
-    rows = {name: row("equal", name, 1.0, seconds.pop(0)) for name, seconds in
-            {k: list(v) for k, v in times.items()}.items()}
-    runs = {name: iter([*seconds[1:], 9.0]) for name, seconds in times.items()}
-    ran = []
+def test_runs_of_one_plan_count_together_but_for_disturbed_ones():
+    runs = [row("equal", "ZeRO-3", 2.0, 1.0, runs=(1.0,), speed=1.1, others=.05, cpu_s=(.3, .1)),
+            row("equal", "ZeRO-3", 2.4, 1.2, runs=(1.2,), speed=1.3, others=.10, cpu_s=(.5, .3))]
+    found = bench.together(runs)
+    assert (found.predicted_s, found.measured_s, found.speed, found.others) == pytest.approx((2.2, 1.1, 1.2, .1))
+    assert found.cpu_s == pytest.approx((.4, .2))
+    assert found.runs == (1.0, 1.2)
+    disturbed = runs[1]._replace(others=.2, bytes_exact=False)
+    found = bench.together([runs[0], disturbed])
+    assert (found.measured_s, found.speed, found.runs) == (1.0, 1.1, (1.0, 1.2))
+    assert found.bytes_exact is False, "what was sent does not depend on who else worked"
+    assert bench.together([disturbed, disturbed]).measured_s == 1.2, "there is nothing better"
 
-    def attempt(label):
-        ran.append(label)
-        return row("equal", label, 1.0, next(runs[label]))
 
-    found = {r.name: r.measured_s for r in bench._again(rows, attempt, math.inf)}
-    assert ran == [bench.CHOSEN, "c", "d"] * 2, "the two fastest of three that were ahead"
-    assert found == {bench.CHOSEN: 1.3, "c": 1.5, "d": 1.1}, "each in the middle of three runs"
-    assert not [*bench._again({k: rows[k] for k in ("a", bench.CHOSEN)}, attempt, math.inf)], "nothing was faster"
-    assert {r.measured_s for r in bench._again(rows, attempt, 0.0)} == {1.3, 1.0, 1.1}, "there is no time left"
+def test_how_alike_two_runs_are_bounds_what_a_prediction_can_reach():
+    rows = [row("equal", "a", 1.0, 1.05, runs=(1.0, 1.1)), row("equal", "b", 1.3, 1.3, runs=(1.3, 1.3)),
+            row("equal", "c", 1.2, 1.3, runs=(1.2, 1.4)), row("equal", "d", 2.0, 2.1, runs=(2.1,))]
+    (equal,) = bench.summaries(rows)
+    assert equal.tau_again == pytest.approx(1 / 3), "b and c change places; d ran once"
+    assert bench.scatters(rows) == pytest.approx([0, .1, 1 / 6])
+    assert "| equal | c | 1.3 s | +16.7% |" in bench.table(rows)
+
+
+def test_the_speed_between_gauges_is_theirs_by_distance():
+    contest = object.__new__(bench._Contest)
+    contest._gauged = [(0.0, [1.0, 2.0]), (bench.GAUGE_EVERY_S, [4.0, 2.0])]
+    assert contest.slower(bench.GAUGE_EVERY_S / 2) == pytest.approx([2.0, 2.0])
+    early = contest.slower(0.0)
+    assert early == pytest.approx([4 ** (math.exp(-.5) / (1 + math.exp(-.5))), 2.0])
+    assert contest.slower(-1e3)[0] < early[0]
 
 
 def test_what_was_measured_once_for_two_counts_once():

@@ -20,7 +20,7 @@ from mixfleet.cluster import Device, Link
 
 _SMALL, _LARGE = 4, 8 * 2**20
 _ROUNDS = 24
-_CPU_SIZES, _CPU_ROUNDS, _CPU_TURNS, _CALM_S = (4, 2**21), (8, 4), 5, 0.2
+_CPU_SIZES, _CPU_ROUNDS, _CPU_TURNS, _CALM_S = (4, 2**21), (8, 1), 5, 0.2
 """Of `messages`: bytes per message, rounds in a row, how often these take turns with computing alone, for how long. The
 large ones are so large that what their bytes take stands out from how a message's own cost scatters."""
 _MOST_PARTNERS, _MEETINGS, _MEETING_BYTES = 3, 12, 2**18
