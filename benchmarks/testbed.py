@@ -46,7 +46,7 @@ from mixfleet.units import MB, GiB, MiB, show_seconds
 CHOSEN = "chosen by mixfleet"
 WINDOW_S, STEPS = 1.5, (1, 12)
 """A plan runs for this long, but so many steps, and then again when all others have run."""
-LONG_S = 6.0
+LONG_S = 3.5
 """A step that takes longer is not made again: the machine's moods average out in it."""
 READY_S = 300
 GAUGE_S, GAUGE_EVERY_S = 1.0, 12.0
@@ -54,7 +54,7 @@ GAUGE_S, GAUGE_EVERY_S = 1.0, 12.0
 CALM = 0.15
 """Part of the machine that others may use while a contender runs, the kernel's own work among it: of the runs of a
 plan, those beside more do not count if there are others."""
-BUDGET_S = 1130
+BUDGET_S = 1150
 """For all clusters: one that is behind its part of it repeats nothing."""
 MICROS = 3
 """Micro-batches of the plans that split an even part of the batch."""
@@ -221,6 +221,14 @@ class Gauged(NamedTuple):
     micro_batch: int
 
 
+class Task(NamedTuple):
+    """Not a contender either: what `run_pinned` would do in processes of its own."""
+
+    name: str
+    arguments: dict[str, Any]
+    rendezvous: str
+
+
 class Outcome(NamedTuple):
     """On one rank: seconds per step, and payload bytes by (kind, destination) of all counted steps."""
 
@@ -300,7 +308,18 @@ def _gauge(order: Gauged, rank: int, mark: Callable[[], None]) -> float:
     return Gauge(order.work, order.cluster.devices[rank]).slower(order.micro_batch, GAUGE_S, mark)
 
 
-def _serve(rank: int, enter: Any, pipe: Any) -> None:
+def _task(order: Task, rank: int, ranks: int, mark: Callable[[], None]) -> Any:
+    import torch.distributed as dist
+
+    from mixfleet.calibrate.pinned import carry_out
+
+    dist.init_process_group("gloo", init_method=order.rendezvous, rank=rank, world_size=ranks)
+    result = carry_out(order.name, order.arguments, mark)
+    dist.destroy_process_group()
+    return result
+
+
+def _serve(rank: int, ranks: int, enter: Any, pipe: Any) -> None:
     enter(rank)
     import torch
 
@@ -320,7 +339,8 @@ def _serve(rank: int, enter: Any, pipe: Any) -> None:
 
     while (order := pipe.recv()) is not None:
         try:
-            pipe.send(_gauge(order, rank, mark) if isinstance(order, Gauged) else _carry_out(order, rank, mark))
+            pipe.send(_gauge(order, rank, mark) if isinstance(order, Gauged) else _task(order, rank, ranks, mark)
+                      if isinstance(order, Task) else _carry_out(order, rank, mark))
             gc.collect()  # each process group that is still there wakes 100 times a second to look for messages
         except BaseException as error:
             pipe.send(f"{type(error).__name__}: {error}")
@@ -354,10 +374,11 @@ class Pool:
         self.bed = bed
         context = multiprocessing.get_context("spawn")
         self._pipes = []
+        ranks = len(bed.layout.seats)
         with bed.unthrottled():
-            for seat in bed.layout.seats:
+            for rank in range(ranks):
                 here, there = context.Pipe()
-                context.Process(target=_serve, daemon=True, args=(seat.rank, bed.enter, there)).start()
+                context.Process(target=_serve, daemon=True, args=(rank, ranks, bed.enter, there)).start()
                 there.close()
                 self._pipes.append(here)
             self._all("ready")
@@ -376,7 +397,7 @@ class Pool:
                 found[waiting[pipe]] = message  # type: ignore[index]
         return [found[i] for i in range(len(self._pipes))]
 
-    def _begin(self, order: Order | Gauged) -> None:
+    def _begin(self, order: Order | Gauged | Task) -> None:
         """Ranks do what is not measured at full speed, then all go on."""
         with self.bed.unthrottled() as throttle:
             for pipe in self._pipes:
@@ -385,6 +406,11 @@ class Pool:
             throttle()
             for pipe in self._pipes:
                 pipe.send(None)
+
+    def task(self, name: str, _: object, arguments: dict[str, Any], **__: object) -> list[Any]:
+        """As `run_pinned` does; all that is loaded at full speed is throttled from `ready` on."""
+        self._begin(Task(name, arguments, self.bed.rendezvous()))
+        return self._all(None)
 
     def gauge(self, work: Job, cluster: Cluster) -> list[float]:
         """How many times as long as in its profile each rank takes for blocks of the job, all at the same time."""
@@ -468,7 +494,8 @@ def measure(name: str, cluster: Cluster, *, quick: bool, traced: int = 0, labels
     if not wanted:
         return
     with Testbed.up(cluster) as bed, _Contest(bed) as contest:
-        real = profile(bed, cluster, work, micro_batches=sorted(set(micro_batches(work, cluster))))
+        real = profile(bed, cluster, work, micro_batches=sorted(set(micro_batches(work, cluster))),
+                       run=contest.pool.task)
         result = find(work, real, top=1)
         contenders[CHOSEN] = result.best.plan if result.best else None
         ideal_s = work.global_batch / result.upper_samples_per_s
@@ -599,7 +626,8 @@ class _Contest:
     def slower(self, at_s: float) -> list[float]:
         """How many times as long as in its profile each rank computed at that time: the geometric mean over all times
         that ranks were asked, the nearest counting most."""
-        weights = [math.exp(-((at_s - then) / GAUGE_EVERY_S) ** 2 / 2) for then, _ in self._gauged]
+        near = min(abs(at_s - then) for then, _ in self._gauged)
+        weights = [math.exp((near**2 - (at_s - then)**2) / GAUGE_EVERY_S**2 / 2) for then, _ in self._gauged]
         return [math.exp(sum(w * math.log(x) for w, x in zip(weights, mine)) / sum(weights))
                 for mine in zip(*(found for _, found in self._gauged))]
 

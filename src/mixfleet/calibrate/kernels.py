@@ -93,7 +93,7 @@ def best_s(work: Callable[[], Any], window_s: float = _WINDOW_S, before: Callabl
 def profile_job(job: Job, cluster: Cluster, *, micro_batches: Sequence[int] = (), links: bool = True,
                 enter: Callable[[int], None] | None = None, environment: Mapping[str, str] | None = None,
                 loaded: Callable[[], None] | None = None, late: Callable[[float], Cluster] | None = None,
-                note: Callable[[str], None] = lambda _: None) -> Cluster:
+                note: Callable[[str], None] = lambda _: None, run: Callable[..., list[Any]] = run_pinned) -> Cluster:
     """`cluster`, which must be this one machine, with what the job's blocks really take on each of its devices.
 
     All devices work at the same time, and blocks run as in training: forwards one after another, then backwards, with
@@ -103,7 +103,8 @@ def profile_job(job: Job, cluster: Cluster, *, micro_batches: Sequence[int] = ()
     `environment`, `loaded`: see `run_pinned`) the
     processes of several nodes are taken where they belong; links between nodes are those of the cluster then, or of
     what `late` makes of the seconds that a small message takes between them before `loaded` is called. Where other
-    programs took a part of the cores meanwhile, times are what the ranks' CPU time says, and `note` is told.
+    programs took a part of the cores meanwhile, times are what the ranks' CPU time says, and `note` is told. `run` may
+    stand in for `run_pinned` where there are processes already.
     Raises InputError for a job that cannot be trained here and MeasurementError if a process dies.
     """
     if len(cluster.nodes) > 1 and not enter:
@@ -111,14 +112,14 @@ def profile_job(job: Job, cluster: Cluster, *, micro_batches: Sequence[int] = ()
     sizes = sorted(set(micro_batches or (1, min(4, job.global_batch), min(16, job.global_batch))))
     with tempfile.TemporaryDirectory(prefix="mixfleet-") as folder:
         job.save(Path(folder, "job.yaml"))
-        found = run_pinned(f"{__name__}:job_times", [d.cores for d in cluster.devices],
-                           {"job_path": f"{folder}/job.yaml", "micro_batches": sizes, "links": links,
-                            "kinds": [d.kind for d in cluster.devices],
-                            "shares": [d.share for d in cluster.devices],
-                            "apart": [ranks[0] for ranks in cluster.ranks_of_node] if late else [],
-                            "rehearse": loaded is not None,
-                            "fused": [fused_attention(d, job) for d in cluster.devices]}, timeout_s=1800,
-                           enter=enter, environment=environment, loaded=loaded)
+        found = run(f"{__name__}:job_times", [d.cores for d in cluster.devices],
+                    {"job_path": f"{folder}/job.yaml", "micro_batches": sizes, "links": links,
+                     "kinds": [d.kind for d in cluster.devices],
+                     "shares": [d.share for d in cluster.devices],
+                     "apart": [ranks[0] for ranks in cluster.ranks_of_node] if late else [],
+                     "rehearse": loaded is not None,
+                     "fused": [fused_attention(d, job) for d in cluster.devices]}, timeout_s=1800,
+                    enter=enter, environment=environment, loaded=loaded)
     worst = max(found, key=lambda times: times["foreign"])
     if worst["foreign"] > _FOREIGN:
         note(f"other programs took {worst['foreign']:.0%} of what rank {found.index(worst)} may use of its cores; "

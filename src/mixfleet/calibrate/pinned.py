@@ -22,8 +22,8 @@ from typing import Any
 from mixfleet.errors import InputError
 
 Cores = tuple[int, ...]
-_READY = "MIXFLEET_READY"
-"""Files of a process that is to say when it is ready: the one that it makes, and the one that it waits for."""
+_wait_for_all: Callable[[], None] | None = None
+"""What `ready` does in this process, if anything."""
 
 
 class MeasurementError(InputError):
@@ -92,11 +92,21 @@ def available_cores() -> Cores:
 
 def ready() -> None:
     """Called by a task that has loaded its programs: goes on when all have, and `loaded` of `run_pinned` was called."""
-    if _READY in os.environ:
-        mine, go = map(Path, json.loads(os.environ[_READY]))
-        mine.touch()
-        while not go.exists():
-            sleep(0.01)
+    if _wait_for_all:
+        _wait_for_all()
+
+
+def carry_out(task: str, arguments: dict[str, Any], wait_for_all: Callable[[], None]) -> Any:
+    """The task in this process, which is in its process group; `ready` is `wait_for_all` meanwhile."""
+    global _wait_for_all
+    import torch.distributed as dist
+
+    module, _, name = task.partition(":")
+    function = getattr(import_module(module), name)
+    _wait_for_all = wait_for_all
+    result = function(**arguments)
+    dist.barrier()
+    return result
 
 
 def _main(path: str) -> None:
@@ -114,12 +124,16 @@ def _main(path: str) -> None:
     torch.set_num_threads(len(order["cores"]) or 1)
     dist.init_process_group("gloo", init_method=f"file://{order['store']}", rank=order["rank"],
                             world_size=order["world"])
-    module, _, name = order["task"].partition(":")
-    function: Callable[..., Any] = getattr(import_module(module), name)
-    if order["go"]:
-        os.environ[_READY] = json.dumps([f"{order['result']}.loaded", order["go"]])
-    result = function(**order["arguments"])
-    dist.barrier()
+
+
+    def wait_for_all() -> None:
+        if order["go"]:
+            Path(f"{order['result']}.loaded").touch()
+            while not Path(order["go"]).exists():
+                sleep(0.01)
+
+    here = import_module("mixfleet.calibrate.pinned")  # this file is `__main__`, which tasks do not know
+    result = here.carry_out(order["task"], order["arguments"], wait_for_all)
     Path(order["result"]).write_text(json.dumps(result))
     dist.destroy_process_group()
 
