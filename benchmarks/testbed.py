@@ -9,7 +9,7 @@ Every cluster is made as namespaces with shaped links and throttled ranks, its d
 plans and peers run in turn in the same processes. `--out` gets table.md, scatter.svg and results.json, written anew
 after every row. Timing needs a machine with nothing else to do: the table says how much others used. Where the speed
 of the machine itself drifts (as a virtual machine's does), ranks run the blocks of the job anew between plans, and
-predictions allow for what these take by then. All plans run a second time, in the opposite order: the mean counts, and
+predictions allow for what these take by then. All plans run a second time when all have run once: the mean counts, and
 how far apart the two are says what no prediction can get below.
 """
 
@@ -481,8 +481,8 @@ def measure(name: str, cluster: Cluster, *, quick: bool, traced: int = 0, labels
             known: Collection[str] = (), out: Path | None = None, until: float = math.inf) -> Iterator[Row]:
     """All plans and peers on one cluster, each as soon as it is measured; with so many `traced` steps, plans are also
     compared by category, and `out` gets a folder for each. `labels` are those of the contenders that take part, if not
-    all do, less those `known`. Then plans run once more, in the opposite order, until the clock (`time.monotonic`) is
-    past `until`; at the end all rows of plans come anew, with what is known of the machine's speed by then."""
+    all do, less those `known`. Then plans run once more, each as much later, until the clock (`time.monotonic`) is past
+    `until`; at the end all rows of plans come anew, with what is known of the machine's speed by then."""
     from mixfleet.search import find
     from mixfleet.sim import predict
     from mixfleet.testbed import Testbed
@@ -547,7 +547,7 @@ def measure(name: str, cluster: Cluster, *, quick: bool, traced: int = 0, labels
             found = contest.run(Order(label, work, real, _steps(slowest_s), "", None, per_node))
             yield _empty(name, label, found) if isinstance(found, str) else Row(
                 name, label, None, max(o.step_s for o in found.outcomes if o), None, None, None, others=found.others)
-        for label in reversed(orders):
+        for label in orders:
             if time.monotonic() < until and label not in failed and max(row(label).runs) < LONG_S:
                 attempt(label)
         if runs:
