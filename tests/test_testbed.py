@@ -305,11 +305,15 @@ def test_runs_of_one_plan_count_together_but_for_disturbed_ones():
     assert bench.together([disturbed, disturbed]).measured_s == 1.2, "there is nothing better"
 
 
-def test_how_alike_two_runs_are_bounds_what_a_prediction_can_reach():
+def test_orders_count_apart_where_both_runs_show_them():
     rows = [row("equal", "a", 1.0, 1.05, runs=(1.0, 1.1)), row("equal", "b", 1.3, 1.3, runs=(1.3, 1.3)),
-            row("equal", "c", 1.2, 1.3, runs=(1.2, 1.4)), row("equal", "d", 2.0, 2.1, runs=(2.1,))]
+            row("equal", "c", 1.2, 1.3, runs=(1.2, 1.4)), row("equal", "d", 1.25, 2.1, runs=(2.1,))]
     (equal,) = bench.summaries(rows)
-    assert equal.tau_again == pytest.approx(1 / 3), "b and c change places; d ran once"
+    assert equal.clear == (4, 5), "not b and c, whose runs overlap; d is predicted before b"
+    alone = [row("equal", "d", 2.0, 2.1, runs=(2.1,)), row("equal", "e", 1.0, 1.1, runs=(1.1,))]
+    assert bench.summaries(alone)[0].clear == (0, 0), "neither ran twice"
+    tied = [rows[0], row("equal", "f", 1.01, 2.0, runs=(2.0, 2.0))]
+    assert bench.summaries(tied)[0].clear == (0, 0), "predictions say no order"
     assert bench.scatters(rows) == pytest.approx([0, .1, 1 / 6])
     assert "| equal | c | 1.3 s | +16.7% |" in bench.table(rows)
 
