@@ -1,7 +1,7 @@
 """Measured against predicted on mixed clusters in one machine, and beside torch DDP and FSDP2. Needs root.
 
     python -m benchmarks.testbed --out out/testbed            six clusters, under 20 minutes on two free cores
-    python -m benchmarks.testbed --out out/testbed --quick    two clusters and fewer steps, for CI
+    python -m benchmarks.testbed --out out/testbed --quick    two clusters, every second plan, once, for CI
     python -m benchmarks.testbed --out out/testbed --only "slow link" --merge    one, beside what is in out/testbed
     python -m benchmarks.testbed --out out/testbed --resume                      go on after a run that ended early
 
@@ -9,8 +9,8 @@ Every cluster is made as namespaces with shaped links and throttled ranks, its d
 plans and peers run in turn in the same processes. `--out` gets table.md, scatter.svg and results.json, written anew
 after every row. Timing needs a machine with nothing else to do: the table says how much others used. Where the speed
 of the machine itself drifts (as a virtual machine's does), ranks run the blocks of the job anew between plans, and
-predictions allow for what these take by then. All plans run a second time when all have run once: the mean counts, and
-how far apart the two are says what no prediction can get below.
+predictions allow for what these take by then. Plans with short steps run a second time when all have run once: the mean
+counts, and how far apart the two are says how steady the machine is.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ CHOSEN = "chosen by mixfleet"
 WINDOW_S, STEPS = 1.5, (1, 12)
 """A plan runs for this long, but so many steps, and then again when all others have run."""
 LONG_S = 3.5
-"""A step that takes longer is not made again: the machine's moods average out in it."""
+"""A plan whose step takes longer does not run again: there is no time for it."""
 READY_S = 300
 GAUGE_S, GAUGE_EVERY_S = 1.0, 12.0
 """Ranks run the blocks of the job for so long, between contenders, about so often."""
@@ -236,7 +236,6 @@ class Outcome(NamedTuple):
     sent: dict[tuple[str, int], int]
     cpu_s: float
     """CPU seconds per step, of all threads."""
-    """Of the counted steps, by `perf_counter`."""
     spans: tuple[Span, ...] = ()
     bounds: tuple[tuple[int, int], ...] = ()
     """Of the recorded steps, in ns."""
@@ -365,6 +364,11 @@ class Measured(NamedTuple):
     """Part of the machine that others used meanwhile, the kernel among them."""
     at_s: float
     """When, in the middle, by `monotonic`."""
+
+    @property
+    def step_s(self) -> float:
+        """Of the slowest rank."""
+        return max(o.step_s for o in self.outcomes if o)
 
 
 class Pool:
@@ -499,7 +503,7 @@ def measure(name: str, cluster: Cluster, *, quick: bool, traced: int = 0, labels
         result = find(work, real, top=1)
         contenders[CHOSEN] = result.best.plan if result.best else None
         ideal_s = work.global_batch / result.upper_samples_per_s
-        twin_of_chosen = ""
+        twins: dict[str, str] = {}
         orders: dict[str, Order] = {}
         runs: dict[str, list[Measured]] = {}
         failed: dict[str, str] = {}
@@ -532,12 +536,12 @@ def measure(name: str, cluster: Cluster, *, quick: bool, traced: int = 0, labels
                 continue
             twin = next((other for other, order in orders.items() if order.plan and same(plan, order.plan)), "")
             if twin:
-                twin_of_chosen = twin
+                twins[label] = twin
                 continue
             orders[label] = Order(label, work, real, _steps(prediction.step_s), "", plan, traced=traced)
             attempt(label)
             yield row(label)
-        slowest_s = max((o.step_s for found in runs.values() for m in found for o in m.outcomes if o), default=1.0)
+        slowest_s = max((found[0].step_s for found in runs.values()), default=1.0)
         for label, per_node in _peers(cluster).items():
             if label not in wanted:
                 continue
@@ -546,16 +550,16 @@ def measure(name: str, cluster: Cluster, *, quick: bool, traced: int = 0, labels
                 continue
             found = contest.run(Order(label, work, real, _steps(slowest_s), "", None, per_node))
             yield _empty(name, label, found) if isinstance(found, str) else Row(
-                name, label, None, max(o.step_s for o in found.outcomes if o), None, None, None, others=found.others)
+                name, label, None, found.step_s, None, None, None, others=found.others)
         for label in orders:
-            if time.monotonic() < until and label not in failed and max(row(label).runs) < LONG_S:
+            if time.monotonic() < until and label not in failed and runs[label][0].step_s < LONG_S:
                 attempt(label)
         if runs:
             contest.gauge(work, real)
         for label in orders:
             yield row(label)
-        if twin_of_chosen:
-            yield row(twin_of_chosen)._replace(name=CHOSEN, same_as=twin_of_chosen)
+        for label, twin in twins.items():
+            yield row(twin)._replace(name=label, same_as=twin)
 
 
 def together(rows: Sequence[Row]) -> Row:
@@ -680,11 +684,10 @@ def _row(cluster: str, order: Order, found: Measured, slower: Sequence[float], i
     total = sum(payload.values())
     far = sum(n for rank in plan.ranks if (o := outcomes[rank]) for (_, dst), n in o.sent.items()
               if (rank < 2) != (dst < 2))
-    measured_s = max(o.step_s for o in outcomes if o)
-    return Row(cluster, order.name, prediction.step_s, measured_s, exact,
+    return Row(cluster, order.name, prediction.step_s, found.step_s, exact,
                sum(wire.values()) / total if total else None, max(ideal_s * speed, link_s), far_bytes=far / steps,
                cpu_s=tuple(o.cpu_s if o else 0.0 for o in outcomes),
-               speed=speed, plain_s=plain_s, others=found.others, runs=(measured_s,),
+               speed=speed, plain_s=plain_s, others=found.others, runs=(found.step_s,),
                parts=_parts(prediction.trace, [o for o in outcomes if o]) if prediction.trace else ())
 
 
@@ -853,11 +856,11 @@ def _line(row: Row) -> str:
 
 def table(rows: Sequence[Row]) -> str:
     """Markdown."""
-    found = errors(rows)
+    found, apart = errors(rows), scatters(rows)
+    twice = f"the second run of a plan is off its first by {_spread(apart)}; " if apart else ""
     lines = [f"{len(found)} pairs of plan and cluster; step time off by {_spread(found)}; without allowing for the "
              f"machine's speed, {_spread(errors(rows, plain=True))}; "
-             f"the second run of a plan is off its first by {_spread(scatters(rows))}; "
-             f"bytes {'exact' if all(r.bytes_exact is not False for r in rows) else 'NOT exact'}. "
+             f"{twice}bytes {'exact' if all(r.bytes_exact is not False for r in rows) else 'NOT exact'}. "
              f"The kernel and others used up to {max((r.others for r in rows), default=0):.0%} of the machine. Rank "
              f"correlation is Kendall's, over the pairs of plans whose predictions differ by more than {TIE:.0%}.", "",
              "| cluster | rank correlation | of clear orders right | chosen behind best | at one speed | "
@@ -954,8 +957,8 @@ def merged(rows: Sequence[Row], earlier: Sequence[Row]) -> list[Row]:
 def load(out: Path) -> list[Row]:
     """The rows that a run has left in its folder; none if there are none."""
     path = out / "results.json"
-    return [Row(**{**one, "parts": tuple(tuple(p) for p in one["parts"]), "cpu_s": tuple(one["cpu_s"]),
-                   "runs": tuple(one["runs"])})
+    return [Row(**{**one, "parts": tuple(tuple(p) for p in one["parts"]), "cpu_s": tuple(one.get("cpu_s", ())),
+                   "runs": tuple(one.get("runs", ()))})
             for one in (json.loads(path.read_text()) if path.exists() else ())]
 
 

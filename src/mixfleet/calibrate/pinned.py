@@ -104,7 +104,10 @@ def carry_out(task: str, arguments: dict[str, Any], wait_for_all: Callable[[], N
     module, _, name = task.partition(":")
     function = getattr(import_module(module), name)
     _wait_for_all = wait_for_all
-    result = function(**arguments)
+    try:
+        result = function(**arguments)
+    finally:
+        _wait_for_all = None
     dist.barrier()
     return result
 
@@ -124,7 +127,6 @@ def _main(path: str) -> None:
     torch.set_num_threads(len(order["cores"]) or 1)
     dist.init_process_group("gloo", init_method=f"file://{order['store']}", rank=order["rank"],
                             world_size=order["world"])
-
 
     def wait_for_all() -> None:
         if order["go"]:
